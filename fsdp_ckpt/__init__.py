@@ -1,0 +1,53 @@
+"""The checkpoint toolkit for PyTorch FSDP.
+
+Importing this package loads nothing heavy; names are imported when they are first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_ckpt.errors import FsdpCkptError
+    from fsdp_ckpt.ops.inspect import InspectReport, inspect
+    from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
+    from fsdp_ckpt.ops.view import CheckpointView, open_checkpoint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointView",
+    "FsdpCkptError",
+    "InspectReport",
+    "MergeOptions",
+    "MergeReport",
+    "__version__",
+    "inspect",
+    "merge",
+    "merge_fsdp_weights",
+    "open_checkpoint",
+]
+
+_HOMES = {
+    "FsdpCkptError": "errors",
+    "InspectReport": "ops.inspect",
+    "inspect": "ops.inspect",
+    "MergeOptions": "ops.merge_plan",
+    "MergeReport": "ops.merge",
+    "merge": "ops.merge",
+    "merge_fsdp_weights": "ops.merge",
+    "CheckpointView": "ops.view",
+    "open_checkpoint": "ops.view",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(f"fsdp_ckpt.{_HOMES[name]}"), name)
+    raise AttributeError(f"module `fsdp_ckpt` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

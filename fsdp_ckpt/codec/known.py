@@ -1,0 +1,133 @@
+"""The globals that may stand in a checkpoint's pickles, and the plain values they turn into.
+
+Collected from the writers: torch 2.1 to 2.15 (``torch/_utils.py``, ``torch/serialization.py``), NumPy 1 and 2 random
+states, Python's containers. A name that is not here is refused by ``codec.pickles``.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdp_ckpt.catalog import DTYPES
+from fsdp_ckpt.codec.pickles import Constructor, Global, Machine, Record
+
+__all__ = ["PLAIN", "record", "records"]
+
+
+def record(name: str) -> Constructor:
+    """Return a constructor that builds a ``Record`` and keeps its arguments."""
+    return Constructor(name, lambda _, args: Record(name, args))
+
+
+def records(module: str, *names: str) -> dict[str, Global]:
+    """Return record constructors for several classes of one module, by full name."""
+    return {f"{module}.{name}": record(f"{module}.{name}") for name in names}
+
+
+def _getattr(machine: Machine, args: tuple[Any, ...]) -> Constructor:
+    # Early CPython 3.11 pickles an enum member as getattr(EnumClass, "MEMBER"), and nested classes likewise.
+    if len(args) != 2 or type(args[0]) is not Constructor or type(args[1]) is not str:
+        raise machine.malformed("getattr of something that is no known class")
+    return record(f"{args[0].name}.{args[1]}")
+
+
+def _size(machine: Machine, args: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(args) != 1 or type(args[0]) not in (tuple, list) or any(type(item) is not int for item in args[0]):
+        raise machine.malformed("torch.Size of something that is no tuple of integers")
+    if type(args[0]) is list:
+        machine.spend(len(args[0]))
+    return tuple(args[0])
+
+
+def _copy(kind: Callable[..., Any]) -> Callable[[Machine, tuple[Any, ...]], Any]:
+    def call(machine: Machine, args: tuple[Any, ...]) -> Any:
+        if not args:
+            return kind()
+        items = args[0]
+        if len(args) > 2 or not isinstance(items, list | tuple | set | dict | bytes | str):
+            raise machine.malformed(f"{kind.__name__} of {type(items).__name__}")
+        machine.spend(len(items))
+        if kind in (set, frozenset):
+            return kind(machine.as_key(item) for item in items)
+        return kind(items)
+
+    return call
+
+
+def _ordered_dict(machine: Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
+    pairs = args[0] if args and isinstance(args[0], list) else []
+    machine.spend(len(pairs))
+    return {machine.as_key(key): value for key, value in pairs}
+
+
+def _encode(machine: Machine, args: tuple[Any, ...]) -> bytes:
+    text, codec = args if len(args) == 2 else (args[0], "utf-8")
+    if type(text) is not str or codec not in ("latin1", "latin-1", "utf-8"):
+        raise machine.malformed("_codecs.encode with an unexpected codec")
+    machine.spend(len(text))
+    return text.encode(codec)
+
+
+def _path(machine: Machine, args: tuple[Any, ...]) -> str:
+    if any(type(part) is not str for part in args):
+        raise machine.malformed("a path of something that is no string")
+    machine.spend(sum(map(len, args)))
+    return posixpath.join(*args) if args else "."
+
+
+def _layout(machine: Machine, args: tuple[Any, ...]) -> str:
+    if len(args) != 1 or type(args[0]) is not str:
+        raise machine.malformed("torch layout without a name")
+    return args[0]
+
+
+def _plain_values(name: str, kind: Callable[..., Any], types: tuple[type, ...]) -> Constructor:
+    def call(machine: Machine, args: tuple[Any, ...]) -> Any:
+        if any(type(arg) not in types for arg in args):
+            raise machine.malformed(f"{name} with unexpected arguments")
+        return kind(*args)
+
+    return Constructor(name, call)
+
+
+def _table() -> dict[str, Global]:
+    table: dict[str, Global] = {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
+    table |= {
+        "torch.Size": Constructor("torch.Size", _size),
+        "torch.device": record("torch.device"),
+        "torch.serialization._get_layout": Constructor("torch.serialization._get_layout", _layout),
+        "torch._utils._get_layout": Constructor("torch._utils._get_layout", _layout),
+        "collections.OrderedDict": Constructor("collections.OrderedDict", _ordered_dict),
+        "collections.defaultdict": Constructor("collections.defaultdict", lambda m, args: {}),
+        "collections.deque": Constructor("collections.deque", _copy(list)),
+        "collections.Counter": Constructor("collections.Counter", _copy(dict)),
+        "_codecs.encode": Constructor("_codecs.encode", _encode),
+    }
+    for module in ("builtins", "__builtin__"):
+        table |= {
+            f"{module}.getattr": Constructor("builtins.getattr", _getattr),
+            f"{module}.complex": _plain_values("builtins.complex", complex, (int, float)),
+            f"{module}.slice": _plain_values("builtins.slice", slice, (int, type(None))),
+            f"{module}.range": _plain_values("builtins.range", range, (int,)),
+            f"{module}.xrange": _plain_values("builtins.range", range, (int,)),
+        }
+        for kind in (set, frozenset, list, tuple, dict, bytes, bytearray):
+            table[f"{module}.{kind.__name__}"] = Constructor(f"builtins.{kind.__name__}", _copy(kind))
+        for kind in (int, float, str, bool, object):
+            table[f"{module}.{kind.__name__}"] = record(f"builtins.{kind.__name__}")
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
+            table[f"{module}.{name}"] = Constructor(f"pathlib.{name}", _path)
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        table |= records(module, "_reconstruct", "scalar")
+    table |= records("numpy.core.numeric", "_frombuffer") | records("numpy._core.numeric", "_frombuffer")
+    table |= records("numpy", "ndarray", "dtype", "float64", "float32", "int64", "int32", "bool_", "uint32")
+    table |= records("numpy.dtypes", *(f"{name}DType" for name in ("UInt32", "Int64", "Int32", "Float64", "Float32")))
+    table |= records("datetime", "datetime", "date", "time", "timedelta", "timezone")
+    return table
+
+
+PLAIN: Mapping[str, Global] = _table()
+"""Containers, numbers, paths, dtypes, NumPy arrays: what may stand in any pickle of a checkpoint."""

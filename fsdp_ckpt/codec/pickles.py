@@ -1,0 +1,481 @@
+"""A pickle machine that builds plain values and runs nothing.
+
+Python's own unpickler imports whatever a pickle names and allocates whatever it asks for. This one is a small stack
+machine for the same opcodes (protocol 2 and newer, the ones that torch writes) with these differences:
+
+- A global is looked up in the table that the caller gives. A name that is not there is refused, or replaced by an
+  inert ``Opaque`` when the caller asks for that. Nothing is imported, ever.
+- Calls go to the functions of that table only; they build records.
+- Lengths are checked against the data before anything is allocated, memo indices against the length of the data,
+  and keys of dictionaries against a depth (hashing nested tuples recurses in C).
+
+Opcodes are those of CPython's Lib/pickletools.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from fsdp_ckpt.errors import MalformedFile, UnsafePickle
+
+__all__ = ["Constructor", "Global", "Machine", "Opaque", "Record", "loads"]
+
+_COPY_LIMIT = 1 << 20
+_KEY_NODES = 256
+
+
+class Record:
+    """An instance of a class that was not imported: its name, constructor arguments and state.
+
+    Attributes:
+        cls: ``module.qualname``.
+        args: Arguments of the call or of ``__new__``.
+        state: What ``__setstate__`` would have got: a dict, a tuple, or None.
+    """
+
+    __slots__ = ("args", "cls", "state")
+
+    def __init__(self, cls: str, args: tuple[Any, ...] = (), state: Any = None) -> None:
+        self.cls = cls
+        self.args = args
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<{self.cls}>"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute from the state: a dict, or ``(dict or None, dict of slots)``."""
+        states = self.state if type(self.state) is tuple else (self.state,)
+        for state in states:
+            if isinstance(state, dict) and name in state:
+                return state[name]
+        return default
+
+
+class Opaque(Record):
+    """A record of a class that is not on the list. It can be shown, not used."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<opaque: needs {self.cls}>"
+
+
+class Constructor:
+    """A global that may be called.
+
+    Args:
+        name: ``module.qualname``.
+        call: Builds the result from the machine and the arguments.
+        bulk: Optional shortcut for long runs of alike records, see ``Machine.run``; called with the machine and the
+            position of the opcode.
+    """
+
+    __slots__ = ("bulk", "call", "name")
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[Machine, tuple[Any, ...]], Any],
+        bulk: Callable[[Machine, int], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.bulk = bulk
+
+    def __repr__(self) -> str:
+        return f"<class {self.name}>"
+
+
+Global = Any
+"""What a global resolves to: a Constructor, or a value that stands for itself (a DType, say)."""
+
+
+class Machine:
+    """Runs one pickle.
+
+    Args:
+        data: The bytes; the pickle may be followed by others.
+        known: Globals by ``module.qualname``.
+        where: File and record, for messages.
+        persistent: Resolves persistent ids (torch's storages).
+        allow_unknown: Replace unknown globals by ``Opaque`` records instead of refusing.
+        position: Where in ``data`` the pickle begins; after ``run``, one past its STOP.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        known: Mapping[str, Global],
+        *,
+        where: str,
+        persistent: Callable[[Any], Any] | None = None,
+        allow_unknown: bool = False,
+        position: int = 0,
+    ) -> None:
+        self.data = data
+        self.known = known
+        self.where = where
+        self.persistent = persistent
+        self.allow_unknown = allow_unknown
+        self.position = position
+        self.stack: list[Any] = []
+        self.memo: list[Any] = []
+        self.copied = 0
+        self._marks: list[list[Any]] = []
+        self._globals: dict[str, Global] = {}
+
+    def run(self) -> Any:
+        """Return the value that the pickle describes.
+
+        A ``BINGET`` or ``LONG_BINGET`` of a Constructor with ``bulk`` calls it with the constructor on top of the
+        stack; ``bulk`` may replace it by finished records and move ``position``, or leave all as it is.
+
+        Raises:
+            UnsafePickle: A global is not known.
+            MalformedFile: The bytes are not a pickle, or one that torch would not write.
+        """
+        data, ops, stack = self.data, _OPS, self.stack
+        try:
+            while True:
+                code = data[self.position]
+                self.position += 1
+                op = ops[code]
+                if op is None:
+                    if code == _STOP:
+                        return stack.pop()
+                    raise self.malformed(f"unsupported opcode {code:#04x}")
+                op(self)
+                stack = self.stack
+        except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
+            if isinstance(error, MalformedFile | UnsafePickle):
+                raise
+            raise self.malformed(str(error) or type(error).__name__) from error
+
+    def malformed(self, reason: str) -> MalformedFile:
+        """Return the error for a broken pickle."""
+        return MalformedFile(f"{self.where}: broken pickle at byte {self.position}: {reason}")
+
+    def take(self, num_bytes: int) -> bytes:
+        """Return the next bytes and move past them."""
+        end = self.position + num_bytes
+        if num_bytes < 0 or end > len(self.data):
+            raise self.malformed(f"{num_bytes} bytes announced, {len(self.data) - self.position} left")
+        piece = self.data[self.position : end]
+        self.position = end
+        return piece
+
+    def spend(self, num_items: int) -> None:
+        """Account for a copy that a call makes; a pickle must not multiply its own size without bound."""
+        self.copied += num_items
+        if self.copied > _COPY_LIMIT + 16 * len(self.data):
+            raise self.malformed("it copies its own content over and over")
+
+    def find(self, module: str, name: str) -> Global:
+        """Return what a global stands for."""
+        full = f"{module}.{name}"
+        found = self._globals.get(full)
+        if found is None:
+            found = self.known.get(full)
+            if found is None:
+                if not self.allow_unknown:
+                    raise UnsafePickle(full, where=self.where)
+                found = Constructor(full, lambda _, args: Opaque(full, args))
+            self._globals[full] = found
+        return found
+
+    def reduce(self, function: Any, args: Any) -> Any:
+        """Call a constructor."""
+        if type(function) is not Constructor:
+            raise self.malformed(f"it calls {type(function).__name__}, which is no class")
+        if type(args) is not tuple:
+            raise self.malformed("arguments are no tuple")
+        return function.call(self, args)
+
+    def build(self, target: Any, state: Any) -> None:
+        """Give a record its state. State of a plain dict (an OrderedDict's attributes) is dropped."""
+        if isinstance(target, Record):
+            target.state = state
+        elif not isinstance(target, dict):
+            raise self.malformed(f"state for {type(target).__name__}")
+
+    def put(self, index: int, value: Any) -> None:
+        """Store into the memo."""
+        memo = self.memo
+        if index < len(memo):
+            memo[index] = value
+            return
+        if index > len(self.data):
+            raise self.malformed(f"memo index {index} in {len(self.data)} bytes")
+        memo.extend([None] * (index - len(memo)))
+        memo.append(value)
+
+    def get(self, index: int, width: int) -> None:
+        """Push from the memo, and give a constructor's shortcut its chance; the opcode was ``width`` bytes long."""
+        value = self.memo[index]
+        self.stack.append(value)
+        if type(value) is Constructor and value.bulk is not None:
+            value.bulk(self, self.position - width)
+
+    def pop_mark(self) -> list[Any]:
+        """Return the items above the topmost mark."""
+        items = self.stack
+        self.stack = self._marks.pop()
+        return items
+
+    def push_mark(self) -> None:
+        """Begin a new list of items."""
+        self._marks.append(self.stack)
+        self.stack = []
+
+    def as_key(self, key: Any) -> Hashable:
+        """Return a dictionary key after making sure that hashing it is cheap."""
+        if type(key) is tuple:
+            for item in key:
+                if type(item) is tuple and tuple in map(type, item):
+                    self._refuse_deep(key)
+                    break
+        return key  # type: ignore[no-any-return]
+
+    def _refuse_deep(self, key: tuple[Any, ...]) -> None:
+        todo, seen = [key], 0
+        while todo:
+            seen += 1
+            node = todo.pop()
+            todo.extend(item for item in node if type(item) is tuple)
+            if seen + len(todo) > _KEY_NODES:
+                raise self.malformed("a dictionary key is nested too deep")
+
+
+def loads(data: bytes, known: Mapping[str, Global], *, where: str, allow_unknown: bool = False) -> Any:
+    """Return the value of a pickle without storages, see ``Machine``."""
+    return Machine(data, known, where=where, allow_unknown=allow_unknown).run()
+
+
+_STOP = ord(".")
+_INT4 = struct.Struct("<i")
+_UINT4 = struct.Struct("<I")
+_UINT8 = struct.Struct("<Q")
+_FLOAT8 = struct.Struct(">d")
+
+
+def _size4(m: Machine) -> int:
+    return int(_UINT4.unpack(m.take(4))[0])
+
+
+def _size8(m: Machine) -> int:
+    return int(_UINT8.unpack(m.take(8))[0])
+
+
+def _line(m: Machine) -> str:
+    end = m.data.index(b"\n", m.position)
+    line = m.data[m.position : end].decode()
+    m.position = end + 1
+    return line
+
+
+def _op_global(m: Machine) -> None:
+    module = _line(m)
+    m.stack.append(m.find(module, _line(m)))
+
+
+def _op_inst(m: Machine) -> None:
+    module = _line(m)
+    name = _line(m)
+    args = tuple(m.pop_mark())
+    m.stack.append(m.reduce(m.find(module, name), args))
+
+
+def _op_stack_global(m: Machine) -> None:
+    name, module = m.stack.pop(), m.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise m.malformed("a global's name is no string")
+    m.stack.append(m.find(module, name))
+
+
+def _op_reduce(m: Machine) -> None:
+    args = m.stack.pop()
+    m.stack[-1] = m.reduce(m.stack[-1], args)
+
+
+def _op_newobj_ex(m: Machine) -> None:
+    kwargs, args = m.stack.pop(), m.stack.pop()
+    if kwargs:
+        raise m.malformed("keyword arguments")
+    m.stack[-1] = m.reduce(m.stack[-1], args)
+
+
+def _op_build(m: Machine) -> None:
+    state = m.stack.pop()
+    m.build(m.stack[-1], state)
+
+
+def _op_obj(m: Machine) -> None:
+    function, *args = m.pop_mark()
+    m.stack.append(m.reduce(function, tuple(args)))
+
+
+def _op_tuple(count: int) -> Callable[[Machine], None]:
+    def op(m: Machine) -> None:
+        items = tuple(m.stack[-count:])
+        if len(items) != count:
+            raise m.malformed("stack underflow")
+        del m.stack[-count:]
+        m.stack.append(items)
+
+    return op
+
+
+def _op_appends(m: Machine) -> None:
+    items = m.pop_mark()
+    _append(m, items)
+
+
+def _op_append(m: Machine) -> None:
+    item = m.stack.pop()
+    _append(m, [item])
+
+
+def _append(m: Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if isinstance(target, list):
+        target.extend(items)
+    elif not isinstance(target, Opaque):
+        raise m.malformed(f"items for {type(target).__name__}")
+
+
+def _op_setitems(m: Machine) -> None:
+    items = m.pop_mark()
+    _set_items(m, items)
+
+
+def _op_setitem(m: Machine) -> None:
+    value, key = m.stack.pop(), m.stack.pop()
+    _set_items(m, [key, value])
+
+
+def _set_items(m: Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if isinstance(target, Opaque):
+        return
+    if not isinstance(target, dict) or len(items) % 2:
+        raise m.malformed(f"items for {type(target).__name__}")
+    pairs = iter(items)
+    for key, value in zip(pairs, pairs, strict=True):
+        target[key if type(key) is str else m.as_key(key)] = value
+
+
+def _op_dict(m: Machine) -> None:
+    items = m.pop_mark()
+    m.stack.append({})
+    _set_items(m, items)
+
+
+def _op_additems(m: Machine) -> None:
+    items = m.pop_mark()
+    target = m.stack[-1]
+    if not isinstance(target, set):
+        raise m.malformed(f"items for {type(target).__name__}")
+    target.update(m.as_key(item) for item in items)
+
+
+def _op_persid(m: Machine) -> None:
+    pid = m.stack.pop()
+    if m.persistent is None:
+        raise m.malformed("a persistent id where none is expected")
+    m.stack.append(m.persistent(pid))
+
+
+def _op_extension(m: Machine) -> None:
+    raise UnsafePickle("copyreg extension", where=m.where)
+
+
+def _push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+    def op(m: Machine) -> None:
+        value = read(m)  # first: it may replace the stack
+        m.stack.append(value)
+
+    return op
+
+
+def _table() -> list[Callable[[Machine], Any] | None]:
+    def long(size: Callable[[Machine], int]) -> Callable[[Machine], int]:
+        return lambda m: int.from_bytes(m.take(size(m)), "little", signed=True)
+
+    def byte(m: Machine) -> int:
+        return m.take(1)[0]
+
+    def text(size: Callable[[Machine], int]) -> Callable[[Machine], str]:
+        return lambda m: m.take(size(m)).decode("utf-8", "surrogatepass")
+
+    def raw(size: Callable[[Machine], int]) -> Callable[[Machine], bytes]:
+        return lambda m: m.take(size(m))
+
+    by_code: dict[bytes, Callable[[Machine], Any]] = {
+        b"\x80": lambda m: m.take(1),  # PROTO
+        b"\x95": lambda m: m.take(8),  # FRAME: only a hint for buffering
+        b"(": Machine.push_mark,
+        b"0": lambda m: m.stack.pop(),
+        b"1": Machine.pop_mark,
+        b"2": lambda m: m.stack.append(m.stack[-1]),
+        b"N": _push(lambda _: None),
+        b"\x88": _push(lambda _: True),
+        b"\x89": _push(lambda _: False),
+        b"J": _push(lambda m: _INT4.unpack(m.take(4))[0]),
+        b"K": _push(byte),
+        b"M": _push(lambda m: int.from_bytes(m.take(2), "little")),
+        b"\x8a": _push(long(byte)),
+        b"\x8b": _push(long(_size4)),
+        b"G": _push(lambda m: _FLOAT8.unpack(m.take(8))[0]),
+        b"X": _push(text(_size4)),
+        b"\x8c": _push(text(byte)),
+        b"\x8d": _push(text(_size8)),
+        b"B": _push(raw(_size4)),
+        b"C": _push(raw(byte)),
+        b"\x8e": _push(raw(_size8)),
+        b"\x96": _push(raw(_size8)),  # BYTEARRAY8: kept as bytes
+        b"T": _push(lambda m: m.take(_size4(m)).decode("latin-1")),
+        b"U": _push(lambda m: m.take(byte(m)).decode("latin-1")),
+        b")": _push(lambda _: ()),
+        b"t": _push(lambda m: tuple(m.pop_mark())),
+        b"\x85": _op_tuple(1),
+        b"\x86": _op_tuple(2),
+        b"\x87": _op_tuple(3),
+        b"]": _push(lambda _: []),
+        b"l": _push(Machine.pop_mark),
+        b"a": _op_append,
+        b"e": _op_appends,
+        b"}": _push(lambda _: {}),
+        b"d": _op_dict,
+        b"s": _op_setitem,
+        b"u": _op_setitems,
+        b"\x8f": _push(lambda _: set()),
+        b"\x90": _op_additems,
+        b"\x91": _push(lambda m: frozenset(m.as_key(item) for item in m.pop_mark())),
+        b"h": lambda m: m.get(byte(m), 2),
+        b"j": lambda m: m.get(_size4(m), 5),
+        b"q": lambda m: m.put(byte(m), m.stack[-1]),
+        b"r": lambda m: m.put(_size4(m), m.stack[-1]),
+        b"\x94": lambda m: m.memo.append(m.stack[-1]),
+        b"c": _op_global,
+        b"\x93": _op_stack_global,
+        b"i": _op_inst,
+        b"o": _op_obj,
+        b"R": _op_reduce,
+        b"\x81": _op_reduce,  # NEWOBJ
+        b"\x92": _op_newobj_ex,
+        b"b": _op_build,
+        b"Q": _op_persid,
+        b"\x82": _op_extension,
+        b"\x83": _op_extension,
+        b"\x84": _op_extension,
+    }
+    table: list[Callable[[Machine], Any] | None] = [None] * 256
+    for code, function in by_code.items():
+        table[code[0]] = function
+    return table
+
+
+_OPS = _table()

@@ -1,0 +1,318 @@
+"""Read ``torch.save`` archives: a zip of uncompressed records, ``data.pkl`` describing tensors, ``data/N`` their bytes.
+
+One such archive is a whole ``.pt`` file, or one item of a ``.distcp`` file. Only the directory at the end and the
+small records are read here; where a tensor's bytes lie is the result.
+
+Sizes and checksums come from the central directory, as torch leaves them out of the local headers. All records are
+stored; a compressed one is refused, so nothing can expand. Format: PKWARE APPNOTE 6.3, ``caffe2/serialize`` in torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_ckpt.catalog import Chunk, DType, Encoding, Shape, contiguous_strides
+from fsdp_ckpt.codec import ReadAt
+from fsdp_ckpt.codec.pickles import Global, Machine
+from fsdp_ckpt.codec.tensors import TORCH, TensorRef, storage_from_pid
+from fsdp_ckpt.errors import Incompatible, MalformedFile
+
+__all__ = ["Archive", "ZipRecord", "locate", "open_archive", "resolve_item"]
+
+_EOCD = struct.Struct("<4s4H2LH")
+_EOCD64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_CENTRAL = struct.Struct("<4s4B4H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_WHOLE_BYTES = 8 << 10
+_TAIL_BYTES = 2 << 10
+_COMMENT_BYTES = 65535
+_MAX_DIRECTORY_BYTES = 256 << 20
+_MAX_PICKLE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZipRecord:
+    """A stored record of an archive.
+
+    Attributes:
+        name: Without the archive's prefix (``data.pkl``).
+        start: First byte of its content in the file, inclusive.
+        size: Bytes of its content.
+        crc32: As recorded in the central directory; 0 where the writer did not compute it.
+    """
+
+    name: str
+    start: int
+    size: int
+    crc32: int
+
+
+@dataclass(slots=True)
+class Archive:
+    """The records of one archive at ``[start, stop)`` of a file.
+
+    Attributes:
+        where: File and item, for messages.
+        records: By name, without prefix.
+        has_crc: Whether the writer computed checksums (torch can be told not to: then all are zero).
+    """
+
+    where: str
+    read_at: ReadAt
+    start: int
+    stop: int
+    records: Mapping[str, ZipRecord] = field(default_factory=dict)
+    has_crc: bool = True
+
+    def read(self, name: str) -> bytes:
+        """Return a small record's content.
+
+        Raises:
+            MalformedFile: There is no such record, or it is too large to be one.
+        """
+        record = self.records.get(name)
+        if record is None:
+            raise MalformedFile(f"{self.where}: no record `{name}` in the archive")
+        if record.size > _MAX_PICKLE_BYTES:
+            raise MalformedFile(f"{self.where}: record `{name}` has an absurd size of {record.size} bytes")
+        return self.read_at(record.start, record.size)
+
+    def load(self, known: Mapping[str, Global] = TORCH, *, allow_unknown: bool = False) -> Any:
+        """Return the value of ``data.pkl``; tensors are ``TensorRef``.
+
+        Raises:
+            UnsafePickle: It refers to a global that is not in ``known``.
+            MalformedFile: It is broken.
+        """
+        if self.records.get("byteorder") and self.read("byteorder").strip() == b"big":
+            raise Incompatible(f"{self.where}: written on a big-endian machine, which is not supported")
+        data = self.read("data.pkl")
+        return Machine(data, known, where=self.where, persistent=storage_from_pid, allow_unknown=allow_unknown).run()
+
+    def data_record(self, key: str) -> ZipRecord:
+        """Return the record of a storage."""
+        record = self.records.get(f"data/{key}")
+        if record is None:
+            raise MalformedFile(f"{self.where}: the storage `data/{key}` is missing")
+        return record
+
+
+def open_archive(read_at: ReadAt, start: int, stop: int, *, where: str) -> Archive:
+    """Read the directory of the archive at ``[start, stop)``.
+
+    Raises:
+        MalformedFile: No archive, a truncated one, or one whose records contradict each other.
+    """
+    size = stop - start
+    if size < _EOCD.size:
+        raise MalformedFile(f"{where}: {size} bytes are too few for a torch archive")
+    if size <= _WHOLE_BYTES:
+        return _parse(_Window(read_at, start, stop, start, read_at(start, size)), where)
+    tail_start = max(start, stop - _TAIL_BYTES)
+    return _parse(_Window(read_at, start, stop, tail_start, read_at(tail_start, stop - tail_start)), where)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Bytes of an archive, the end of which has been read already."""
+
+    read_at: ReadAt
+    start: int
+    stop: int
+    have_from: int
+    have: bytes
+
+    def get(self, start: int, num_bytes: int) -> bytes:
+        if start < self.start or num_bytes < 0 or start + num_bytes > self.stop:
+            raise ValueError(f"{num_bytes} bytes at {start - self.start} of {self.stop - self.start}")
+        if start >= self.have_from:
+            return self.have[start - self.have_from : start - self.have_from + num_bytes]
+        return self.read_at(start, num_bytes)
+
+    def cached(self, start: int, num_bytes: int) -> bytes:
+        """Answer from memory what was read already, for ``Archive.read_at``."""
+        if start >= self.have_from and start + num_bytes <= self.stop:
+            return self.get(start, num_bytes)
+        return self.read_at(start, num_bytes)
+
+
+def _parse(window: _Window, where: str) -> Archive:
+    try:
+        count, directory_start, directory_bytes = _find_directory(window)
+        if directory_bytes > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {directory_bytes} bytes")
+        directory = window.get(directory_start, directory_bytes)
+        records: dict[str, ZipRecord] = {}
+        prefix, has_crc, position = None, False, 0
+        for _ in range(count):
+            name, crc, num_bytes, header, position = _central_entry(directory, position)
+            head, _, rest = name.partition("/")
+            prefix = head if prefix is None else prefix
+            if head != prefix or not rest or rest in records:
+                raise ValueError(f"unexpected record name {name!r:.80}")
+            content = _content_start(window, window.start + header, name)
+            if content + num_bytes > directory_start:
+                raise ValueError(f"record {name!r:.80} runs into the directory")
+            records[rest] = ZipRecord(name=rest, start=content, size=num_bytes, crc32=crc)
+            has_crc = has_crc or (crc != 0 and num_bytes > 0)
+    except (ValueError, struct.error, UnicodeDecodeError) as error:
+        if isinstance(error, MalformedFile):
+            raise
+        raise MalformedFile(f"{where}: not a torch archive, or a damaged one: {error}") from None
+    _refuse_overlaps(records, where)
+    return Archive(where, window.cached, window.start, window.stop, records, has_crc)
+
+
+def _refuse_overlaps(records: Mapping[str, ZipRecord], where: str) -> None:
+    end = 0
+    for record in sorted(records.values(), key=lambda record: record.start):
+        if record.start < end and record.size:
+            raise MalformedFile(f"{where}: record `{record.name}` overlaps another one")
+        end = max(end, record.start + record.size)
+
+
+def _find_directory(window: _Window) -> tuple[int, int, int]:
+    position = window.stop - _EOCD.size
+    tail = window.get(position, _EOCD.size)
+    if tail[:4] != b"PK\5\6":  # somebody added a comment
+        begin = max(window.start, window.stop - _EOCD.size - _COMMENT_BYTES)
+        block = window.get(begin, window.stop - begin)
+        found = block.rfind(b"PK\5\6")
+        if found < 0:
+            raise ValueError("the end of the archive is missing")
+        position = begin + found
+        tail = block[found : found + _EOCD.size]
+    _, disk, _, _, count, num_bytes, offset, _ = _EOCD.unpack(tail)
+    locator_at = position - _LOCATOR.size
+    if locator_at >= window.start:
+        locator = window.get(locator_at, _LOCATOR.size)
+        if locator[:4] == b"PK\6\7":
+            _, _, at, _ = _LOCATOR.unpack(locator)
+            end64 = _EOCD64.unpack(window.get(window.start + at, _EOCD64.size))
+            if end64[0] != b"PK\6\6":
+                raise ValueError("the 64-bit end record is missing")
+            count, num_bytes, offset = end64[7], end64[8], end64[9]
+            position = window.start + at
+    if disk or offset + num_bytes > position - window.start or count * _CENTRAL.size > num_bytes:
+        raise ValueError("the directory lies outside of the archive")
+    return count, window.start + offset, num_bytes
+
+
+def _central_entry(directory: bytes, position: int) -> tuple[str, int, int, int, int]:
+    fields = _CENTRAL.unpack_from(directory, position)
+    signature, flags, method, crc, packed, size = fields[0], fields[5], fields[6], fields[9], fields[10], fields[11]
+    name_bytes, extra_bytes, comment_bytes, header = fields[12], fields[13], fields[14], fields[18]
+    if signature != b"PK\1\2":
+        raise ValueError("a directory entry is broken")
+    position += _CENTRAL.size
+    name = directory[position : position + name_bytes].decode("utf-8")
+    position += name_bytes
+    if 0xFFFFFFFF in (packed, size, header):
+        packed, size, header = _zip64(directory[position : position + extra_bytes], packed, size, header)
+    if method != 0 or flags & 1 or packed != size:
+        raise ValueError(f"record {name!r:.80} is compressed or encrypted, which torch never does")
+    return name, crc, size, header, position + extra_bytes + comment_bytes
+
+
+def _zip64(extra: bytes, packed: int, size: int, header: int) -> tuple[int, int, int]:
+    position = 0
+    while position + 4 <= len(extra):
+        kind, num_bytes = struct.unpack_from("<2H", extra, position)
+        position += 4
+        if kind == 1:
+            values = iter(struct.unpack(f"<{num_bytes // 8}Q", extra[position : position + num_bytes // 8 * 8]))
+            try:
+                size = next(values) if size == 0xFFFFFFFF else size
+                packed = next(values) if packed == 0xFFFFFFFF else packed
+                header = next(values) if header == 0xFFFFFFFF else header
+            except StopIteration:
+                raise ValueError("a 64-bit size is missing") from None
+            return packed, size, header
+        position += num_bytes
+    raise ValueError("a 64-bit size is missing")
+
+
+def _content_start(window: _Window, header: int, name: str) -> int:
+    fields = _LOCAL.unpack(window.get(header, _LOCAL.size))
+    if fields[0] != b"PK\3\4" or fields[9] != len(name.encode()):
+        raise ValueError(f"the header of record {name!r:.80} is broken")
+    return int(header + _LOCAL.size + fields[9] + fields[10])
+
+
+def locate(archive: Archive, tensor: TensorRef, file: str, offsets: Shape, lengths: Shape) -> Chunk:
+    """Return the chunk of a tensor that ``archive`` holds.
+
+    Args:
+        archive: Where the tensor's storage is.
+        tensor: The tensor, as ``data.pkl`` describes it.
+        file: The file's name for the chunk.
+        offsets: The chunk's place in the whole tensor.
+        lengths: The chunk's extent; the tensor must have this shape.
+
+    Raises:
+        MalformedFile: Shape, strides or sizes reach beyond the storage.
+    """
+    record = archive.data_record(tensor.storage.key)
+    itemsize = tensor.dtype.itemsize
+    declared = tensor.storage.size * (tensor.storage.dtype.itemsize if tensor.storage.dtype else 1)
+    if declared > record.size:
+        raise MalformedFile(f"{archive.where}: a storage of {declared} bytes in a record of {record.size}")
+    if tensor.shape != lengths:
+        raise MalformedFile(f"{archive.where}: the stored tensor has shape {tensor.shape}, not {lengths}")
+    first = record.start + tensor.offset * itemsize
+    span = 0
+    if 0 not in tensor.shape:
+        span = (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))) * itemsize
+    if tensor.offset * itemsize + span > record.size:
+        raise MalformedFile(f"{archive.where}: the tensor reaches beyond its storage of {record.size} bytes")
+    whole = (record.start, record.start + record.size)
+    return Chunk(
+        offsets=offsets,
+        lengths=lengths,
+        file=file,
+        start=first,
+        stop=first + span,
+        encoding=Encoding.RAW,
+        strides=None if _is_contiguous(tensor) else tensor.strides,
+        crc32=record.crc32 if archive.has_crc else None,
+        crc_range=None if whole == (first, first + span) else whole,
+        conj=tensor.conj,
+        neg=tensor.neg,
+    )
+
+
+def _is_contiguous(tensor: TensorRef) -> bool:
+    wanted = contiguous_strides(tensor.shape)
+    dims = zip(tensor.shape, tensor.strides, wanted, strict=True)
+    return 0 in tensor.shape or all(n == 1 or have == want for n, have, want in dims)
+
+
+_SINGLE: dict[bytes, TensorRef] = {}
+"""Parsed ``data.pkl`` of single-tensor items: shards of one shape share their bytes."""
+
+
+def resolve_item(chunk: Chunk, dtype: DType, read_at: ReadAt, *, where: str) -> Chunk:
+    """Return the RAW chunk for a TORCH_ZIP one: a ``.distcp`` item that holds one tensor.
+
+    Raises:
+        MalformedFile: The item is damaged, or its dtype or shape differs from the metadata's.
+        UnsafePickle: Its pickle refers to something that no tensor needs.
+    """
+    archive = open_archive(read_at, chunk.start, chunk.stop, where=where)
+    pickle = archive.read("data.pkl")
+    tensor = _SINGLE.get(pickle)
+    if tensor is None:
+        value = archive.load()
+        if not isinstance(value, TensorRef):
+            raise MalformedFile(f"{where}: a tensor was expected, the item holds {type(value).__name__}")
+        tensor = value
+        if len(_SINGLE) > 4096:
+            _SINGLE.clear()
+        _SINGLE[pickle] = tensor
+    if tensor.dtype != dtype:
+        raise MalformedFile(f"{where}: the metadata says {dtype}, the item holds {tensor.dtype}")
+    return locate(archive, tensor, chunk.file, chunk.offsets, chunk.lengths)

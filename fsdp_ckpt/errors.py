@@ -1,0 +1,147 @@
+"""Every error that fsdp-ckpt raises on purpose.
+
+::
+
+    FsdpCkptError                70  something we did not foresee
+    ├── UsageError                2  the request contradicts itself            (ValueError)
+    │   └── AmbiguousPart         2  several parts fit, one must be named
+    ├── CheckpointNotFound        3  nothing there, or nothing that we know    (FileNotFoundError)
+    │   ├── UnknownLayout         3  files are there, but no layout fits
+    │   └── NoModelWeights        3  a checkpoint, but not of model weights
+    ├── CorruptCheckpoint         4  bytes contradict each other               (ValueError)
+    │   ├── IncompleteCheckpoint  4  parts of it are missing
+    │   ├── ChecksumMismatch      4  a recorded CRC-32 does not match
+    │   ├── MalformedFile         4  a file breaks the rules of its format
+    │   └── UnsafePickle          4  a pickle asks for code that is not allowed
+    ├── DestinationExists         5  the target is in the way                  (FileExistsError)
+    ├── NotEnoughSpace            6  disk or memory would not suffice          (OSError)
+    └── Incompatible              8  the request cannot be met for this input  (ValueError)
+        ├── FlatParameters        8  FSDP flat parameters without names
+        └── NameCollision         8  two tensors would get one name
+
+Each class carries the exit code of the command line in ``exit_code``; an instance may carry ``hint``, the next
+thing to do, usually a command that can be typed as it stands.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AmbiguousPart",
+    "CheckpointNotFound",
+    "ChecksumMismatch",
+    "CorruptCheckpoint",
+    "DestinationExists",
+    "FlatParameters",
+    "FsdpCkptError",
+    "Incompatible",
+    "IncompleteCheckpoint",
+    "MalformedFile",
+    "NameCollision",
+    "NoModelWeights",
+    "NotEnoughSpace",
+    "UnknownLayout",
+    "UnsafePickle",
+    "UsageError",
+]
+
+
+class FsdpCkptError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: What happened and where, in one sentence.
+        hint: What to do next; None when there is nothing sensible to suggest.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UsageError(FsdpCkptError, ValueError):
+    """Options or arguments that contradict each other or make no sense."""
+
+    exit_code = 2
+
+
+class AmbiguousPart(UsageError):
+    """More than one part of the checkpoint fits the request."""
+
+
+class CheckpointNotFound(FsdpCkptError, FileNotFoundError):
+    """The path does not exist or holds no checkpoint."""
+
+    exit_code = 3
+
+
+class UnknownLayout(CheckpointNotFound):
+    """The path holds files, but none of the known layouts recognises them."""
+
+
+class NoModelWeights(CheckpointNotFound):
+    """The checkpoint is readable but holds no model weights (an optimizer, say)."""
+
+
+class CorruptCheckpoint(FsdpCkptError, ValueError):
+    """The bytes of a checkpoint contradict each other."""
+
+    exit_code = 4
+
+
+class IncompleteCheckpoint(CorruptCheckpoint):
+    """Files or parts of tensors are missing, as after an interrupted save."""
+
+
+class ChecksumMismatch(CorruptCheckpoint):
+    """The CRC-32 stored beside a tensor's bytes is not the CRC-32 of these bytes."""
+
+
+class MalformedFile(CorruptCheckpoint):
+    """A file or record breaks the rules of its own format."""
+
+
+class UnsafePickle(CorruptCheckpoint):
+    """A pickle refers to a global that is not on the list of known, harmless names.
+
+    Nothing is ever imported or called to find this out.
+
+    Args:
+        name: The global, as ``module.qualname``.
+        where: The file, and the tensor or object in it where known.
+    """
+
+    def __init__(self, name: str, *, where: str, hint: str | None = None) -> None:
+        super().__init__(f"{where}: the pickle refers to `{name}`, which is not allowed; nothing was run", hint=hint)
+        self.name = name
+
+
+class DestinationExists(FsdpCkptError, FileExistsError):
+    """The destination exists, or somebody else is writing to it."""
+
+    exit_code = 5
+
+
+class NotEnoughSpace(FsdpCkptError, OSError):
+    """The destination's disk, inodes or this machine's memory would not suffice."""
+
+    exit_code = 6
+
+
+class Incompatible(FsdpCkptError, ValueError):
+    """The request cannot be carried out for this checkpoint without losing something."""
+
+    exit_code = 8
+
+
+class FlatParameters(Incompatible):
+    """FSDP1 flat parameters: names and shapes of the tensors are not in the files."""
+
+
+class NameCollision(Incompatible):
+    """Two tensors of the checkpoint would be written under one name."""

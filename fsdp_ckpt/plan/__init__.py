@@ -1,0 +1,1 @@
+"""Arithmetic on the catalog: pure functions and data, no input or output."""

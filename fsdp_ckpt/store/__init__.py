@@ -1,0 +1,1 @@
+"""Where bytes live: reading local files safely, publishing folders atomically."""

@@ -1,0 +1,295 @@
+"""torch.distributed.checkpoint folders: ``.metadata`` and ``__R_N.distcp``, from torch 2.1 on.
+
+Also what other writers make of it: one metadata file per rank (``use_collectives=False``), safetensors blobs in
+``.distcp`` files, zstd streams, and the metadata classes of Megatron-core, OLMo-core and ByteCheckpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from fsdp_ckpt.catalog import Chunk, Encoding, ObjectEntry, Part, Problem, Role, Severity, Shape, TensorEntry
+from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo, read_metadata
+from fsdp_ckpt.codec.safetensors import Header, read_header
+from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
+from fsdp_ckpt.layouts.faults import coverage_problems
+from fsdp_ckpt.layouts.roles import KeyPath, split_roles
+from fsdp_ckpt.names import is_flat_param
+from fsdp_ckpt.plan.boxes import Box
+from fsdp_ckpt.store.local import Folder
+
+__all__ = ["looks_like_dcp", "read_dcp"]
+
+DATA_FILE = re.compile(r"(?:.*__)?(\d+)_\d+\.distcp|__(\d+)_\d+\.distcp")
+RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_ZSTD = "stream.zstd/1"
+
+
+def looks_like_dcp(folder: Folder) -> bool:
+    """Tell whether a folder holds a distributed checkpoint, or what is left of one."""
+    return any(
+        name in (".metadata", ".metadata.tmp") or name.endswith(".distcp") or RANK_METADATA.fullmatch(name)
+        for name in folder.files
+    )
+
+
+def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = None) -> list[Part]:
+    """Read a folder.
+
+    Args:
+        folder: The folder.
+        name: Name of the part when the folder is one thing (``pytorch_model_fsdp_0``); parts are named by the keys
+            that they stand under otherwise.
+        role: Role of keys that do not tell it themselves.
+
+    Returns:
+        The parts, models first. Without any metadata: one part without tensors, with a problem that says so.
+
+    Raises:
+        UnsafePickle: The metadata refer to an unknown global.
+        MalformedFile: The metadata are broken or lead out of the folder.
+    """
+    data_files = {file: size for file, size in folder.files.items() if file.endswith(".distcp")}
+    per_rank = sorted(file for file in folder.files if RANK_METADATA.fullmatch(file))
+    world_size = _world_size(data_files, per_rank)
+    problems = list(_leftovers(folder))
+    sources = [".metadata"] if ".metadata" in folder.files else per_rank
+    if not sources:
+        what = f"{len(data_files)} data files, but no .metadata" if data_files else "neither .metadata nor data files"
+        problems.insert(
+            0, _problem(Severity.ERROR, "missing-metadata", folder, ".metadata", f"{what}: a save was cut off")
+        )
+        return [
+            Part(
+                name=name or "model",
+                role=role or Role.MODEL,
+                dialect="dcp",
+                folder=folder.prefix.rstrip("/"),
+                files={folder.prefix + file: size for file, size in data_files.items()},
+                world_size=world_size,
+                problems=problems,
+            )
+        ]
+    build = _Builder(folder)
+    with _no_gc():
+        for source in sources:
+            build.add(read_metadata(folder.store.read(folder.prefix + source), where=folder.prefix + source))
+    problems += build.problems()
+    files = {folder.prefix + file: size for file, size in folder.files.items() if file in build.ends}
+    files |= {folder.prefix + source: folder.files[source] for source in sources}
+    parts = []
+    splits = split_roles(build.paths.items(), default=role or Role.MODEL)
+    for number, split in enumerate(splits):
+        tensors = {
+            key: replace(build.tensors[key], name=split.names[key]) for key in split.names if key in build.tensors
+        }
+        objects = {
+            key: replace(build.objects[key], name=split.names[key]) for key in split.names if key in build.objects
+        }
+        single = name if name is not None and (len(splits) == 1 or number == 0) else None
+        own = list(coverage_problems(tensors.values(), key_prefix=folder.prefix))
+        parts.append(
+            Part(
+                name=single or split.name,
+                role=role if role is not None and len(splits) == 1 else split.role,
+                dialect="dcp",
+                folder=folder.prefix.rstrip("/"),
+                files=files,
+                tensors=tensors,
+                objects=objects,
+                world_size=world_size,
+                writer=build.writer,
+                flat=_flat_reason(tensors),
+                problems=(*problems, *own) if number == 0 else own,
+            )
+        )
+    return parts or [
+        Part(name=name or "model", role=role or Role.MODEL, dialect="dcp", folder=folder.prefix.rstrip("/"), files=files,
+             world_size=world_size, writer=build.writer, problems=problems)
+    ]  # fmt: skip
+
+
+@dataclass
+class _Builder:
+    """Collects what one or several metadata files say."""
+
+    folder: Folder
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+    last_key: dict[str, str] = field(default_factory=dict)
+    unlisted: list[str] = field(default_factory=list)
+    writer: str | None = None
+    _blobs: dict[tuple[str, int], Header] = field(default_factory=dict)
+
+    def add(self, metadata: DcpMetadata) -> None:
+        self.writer = metadata.writer
+        raw = metadata.writer == "ByteCheckpoint"
+        for key, tensor in metadata.tensors.items():
+            self.paths.setdefault(key, metadata.paths.get(key) or (key,))
+            found = self._chunks(key, tensor, metadata.storage, raw)
+            known = self.tensors.get(key)
+            if known is None:
+                self.tensors[key] = TensorEntry(
+                    key=key, name=key, dtype=tensor.dtype, shape=tensor.shape, chunks=tuple(found)
+                )
+            else:
+                self.tensors[key] = _merge_ranks(known, tensor, found)
+        for key in metadata.objects:
+            self.paths.setdefault(key, metadata.paths.get(key) or (key,))
+            info = metadata.storage.get((key, None))
+            if info is None:
+                self.unlisted.append(key)
+            elif key not in self.objects:
+                file, start, length, transforms = info
+                if start < 0 or length < 0:
+                    raise CorruptCheckpoint(f"{self.folder.prefix}.metadata: `{key}` lies at an impossible place")
+                self._note_end(key, file, start + length)
+                self.objects[key] = ObjectEntry(
+                    key=key, name=key, file=self.folder.prefix + file, start=start, stop=start + length,
+                    encoding=_encoding(key, transforms),
+                )  # fmt: skip
+
+    def _chunks(
+        self, key: str, tensor: DcpTensor, storage: Mapping[tuple[str, Shape | None], StorageInfo], raw: bool
+    ) -> list[Chunk]:
+        # The one loop over everything: a large checkpoint has millions of chunks.
+        found, prefix, ends, last = [], self.folder.prefix, self.ends, self.last_key
+        itemsize, known_lengths, num_bytes = tensor.dtype.itemsize, None, 0
+        for offsets, lengths in tensor.chunks:
+            info = storage.get((key, offsets))
+            if info is None:
+                if 0 not in lengths:
+                    self.unlisted.append(key)
+                continue
+            file, start, length, transforms = info
+            if lengths is not known_lengths:
+                known_lengths, num_bytes = lengths, math.prod(lengths) * itemsize
+            encoding = Encoding.TORCH_ZIP
+            if transforms:
+                encoding = _encoding(key, transforms)
+            elif length == num_bytes and length:  # an archive is always longer than the tensor in it
+                if not raw:
+                    found.append(self._blob_chunk(key, tensor, (offsets, lengths), file, start))
+                    continue
+                encoding = Encoding.RAW
+            if start < 0 or length < 0:
+                raise CorruptCheckpoint(f"{prefix}.metadata: `{key}` lies at an impossible place in {file}")
+            stop = start + length
+            if stop > ends.get(file, -1):
+                ends[file], last[file] = stop, key
+            found.append(Chunk(offsets, lengths, prefix + file, start, stop, encoding))
+        return found
+
+    def _note_end(self, key: str, file: str, stop: int) -> None:
+        if stop > self.ends.get(file, -1):
+            self.ends[file], self.last_key[file] = stop, key
+
+    def _blob_chunk(self, key: str, tensor: DcpTensor, box: Box, file: str, start: int) -> Chunk:
+        """Find a tensor in the safetensors blob that SerializationFormat.SAFETENSORS writes.
+
+        The metadata give all tensors of a blob the place where the blob begins, and their own length.
+        """
+        path = self.folder.prefix + file
+        size = self.folder.store.size(path)
+        if size is None:
+            self._note_end(key, file, start)
+            return Chunk(box[0], box[1], path, start, start)
+        header = self._blobs.get((file, start))
+        if header is None:
+            header = self._blobs[file, start] = read_header(self.folder.store.reader(path), start, size, where=path)
+            self._note_end(key, file, size)
+        for item in header.tensors:
+            if item.name == key:
+                if item.dtype != tensor.dtype or item.shape != box[1]:
+                    raise CorruptCheckpoint(f"{path}: `{key}` is not what the metadata say")
+                return Chunk(box[0], box[1], path, item.start, item.stop)
+        raise CorruptCheckpoint(f"{path}: `{key}` is missing")
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the files."""
+        folder = self.folder
+        for file, end in self.ends.items():
+            size = folder.store.size(folder.prefix + file)
+            if size is None:
+                yield _problem(Severity.ERROR, "missing-file", folder, file, "listed in the metadata, but not there")
+            elif size < end:
+                message = f"has {size} bytes, but holds items up to byte {end} (`{self.last_key[file]}`)"
+                yield _problem(Severity.ERROR, "short-file", folder, file, message)
+        for key in self.unlisted[:10]:
+            yield _problem(Severity.ERROR, "unlisted-item", folder, key, "the metadata do not say where it is stored")
+        stale = [
+            file for file in folder.files if file.endswith(".distcp") and file not in self.ends and folder.files[file]
+        ]
+        for file in stale:
+            yield _problem(
+                Severity.WARNING,
+                "stale-file",
+                folder,
+                file,
+                "not referenced by the metadata, left from an earlier save",
+            )
+
+
+def _merge_ranks(known: TensorEntry, tensor: DcpTensor, found: list[Chunk]) -> TensorEntry:
+    if known.dtype != tensor.dtype or known.shape != tensor.shape:
+        raise CorruptCheckpoint(f"`{known.key}` has another dtype or shape in the metadata of another rank")
+    have = {(chunk.offsets, chunk.lengths) for chunk in known.chunks}
+    fresh = [chunk for chunk in found if (chunk.offsets, chunk.lengths) not in have]
+    again = [chunk for chunk in found if (chunk.offsets, chunk.lengths) in have]
+    return replace(known, chunks=(*known.chunks, *fresh), replicas=(*known.replicas, *again))
+
+
+def _encoding(key: str, transforms: tuple[str, ...]) -> Encoding:
+    if not transforms:
+        return Encoding.TORCH_ZIP
+    if transforms == (_ZSTD,):
+        return Encoding.ZSTD_TORCH_ZIP
+    raise Incompatible(f"`{key}` is stored through {', '.join(map(str, transforms))}, which is not supported")
+
+
+def _world_size(data_files: Mapping[str, int], per_rank: list[str]) -> int | None:
+    ranks = [int(match[1] or match[2]) for name in data_files if (match := DATA_FILE.fullmatch(name))]
+    ranks += [int(match[1]) for name in per_rank if (match := RANK_METADATA.fullmatch(name))]
+    return max(ranks) + 1 if ranks else None
+
+
+def _leftovers(folder: Folder) -> Iterator[Problem]:
+    for file in folder.files:
+        if file.endswith(".metadata.tmp"):
+            yield _problem(
+                Severity.WARNING,
+                "unfinished-metadata",
+                folder,
+                file,
+                "left by a save that was cut off while it finished",
+            )
+
+
+def _problem(severity: Severity, code: str, folder: Folder, where: str, message: str) -> Problem:
+    return Problem(severity=severity, code=code, where=folder.prefix + where, message=message)
+
+
+def _flat_reason(tensors: Mapping[str, TensorEntry]) -> str | None:
+    flat = [entry.name for entry in tensors.values() if is_flat_param(entry.name)]
+    if not flat:
+        return None
+    return f"`{flat[0]}` is an FSDP1 flat parameter: names and shapes of the tensors in it are not in the files"
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    # Millions of small tuples, none of them garbage: collecting in between triples the time.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

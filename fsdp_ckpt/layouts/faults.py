@@ -1,0 +1,43 @@
+"""Problems that every layout can have: tensors with holes, overlapping or misplaced shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from fsdp_ckpt.catalog import Problem, Severity, Shape, TensorEntry
+from fsdp_ckpt.plan.boxes import Box, Coverage, check_coverage
+
+__all__ = ["coverage_problems", "describe_box", "describe_coverage"]
+
+
+def coverage_problems(tensors: Iterable[TensorEntry], *, key_prefix: str = "") -> Iterator[Problem]:
+    """Yield one problem for each tensor that its chunks do not tile exactly."""
+    for tensor in tensors:
+        coverage = check_coverage(tensor.shape, [(chunk.offsets, chunk.lengths) for chunk in tensor.chunks])
+        if not coverage.is_exact:
+            code, message = describe_coverage(tensor, coverage)
+            yield Problem(severity=Severity.ERROR, code=code, where=key_prefix + tensor.key, message=message)
+
+
+def describe_coverage(tensor: TensorEntry, coverage: Coverage) -> tuple[str, str]:
+    """Return code and sentence for a coverage that is not exact."""
+    if coverage.outside is not None:
+        chunk = tensor.chunks[coverage.outside]
+        box = describe_box((chunk.offsets, chunk.lengths))
+        return "shard-outside", f"a shard at {box} lies outside of the shape {_shape(tensor.shape)}"
+    if coverage.overlap is not None:
+        first, second = (tensor.chunks[index] for index in coverage.overlap)
+        boxes = " and ".join(describe_box((chunk.offsets, chunk.lengths)) for chunk in (first, second))
+        return "shard-overlap", f"shards at {boxes} overlap"
+    assert coverage.missing is not None
+    share = f"{coverage.missing_elements} of {tensor.numel} elements"
+    return "shard-missing", f"{share} are in no shard, first {describe_box(coverage.missing)} of {_shape(tensor.shape)}"
+
+
+def describe_box(box: Box) -> str:
+    """Return a box in slice notation, ``[0:6, 0:8]``; ``[]`` for a 0-d tensor."""
+    return "[" + ", ".join(f"{start}:{start + length}" for start, length in zip(*box, strict=True)) + "]"
+
+
+def _shape(shape: Shape) -> str:
+    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"

@@ -1,0 +1,180 @@
+"""One ``torch.save`` file per rank: verl and kin, Accelerate without DCP, Composer, FSDP1 LOCAL state dicts.
+
+Names as the writers choose them::
+
+    model_world_size_8_rank_0.pt   optim_…   extra_state_…        verl, SkyRL, EasyR1
+    pytorch_model_fsdp_0_rank0.bin           optimizer_0_rank0.bin  Accelerate (use_dcp=False, LOCAL_STATE_DICT)
+    ep0-ba10-rank0.pt                                              Composer
+    model_final.rank_0.pth                                         dinov2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_ckpt.catalog import ObjectEntry, Part, Problem, Role, Severity, TensorEntry
+from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
+from fsdp_ckpt.errors import CorruptCheckpoint
+from fsdp_ckpt.layouts.faults import coverage_problems
+from fsdp_ckpt.layouts.roles import KeyPath, role_of, split_roles
+from fsdp_ckpt.layouts.torch_file import TorchFile, flat_reason, open_torch_file, sharded_entry
+from fsdp_ckpt.store.local import Folder
+
+__all__ = ["RankGroup", "group_rank_files", "read_rank_files"]
+
+_NAME = re.compile(r"(?P<stem>.*?)(?:_world_size_(?P<world>\d+))?[._-]rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Files of one thing, one per rank.
+
+    Attributes:
+        stem: What their names have in common (``model``, ``pytorch_model_fsdp_0``).
+        world_size: As the names say, else the highest rank plus one.
+        files: Name by rank.
+    """
+
+    stem: str
+    world_size: int
+    files: dict[int, str]
+
+
+def group_rank_files(folder: Folder) -> list[RankGroup]:
+    """Return the groups of per-rank files in a folder, largest world size first for equal stems."""
+    found: dict[tuple[str, int | None], dict[int, str]] = {}
+    for name in folder.files:
+        match = _NAME.fullmatch(name)
+        if match:
+            world = int(match["world"]) if match["world"] else None
+            found.setdefault((match["stem"], world), {})[int(match["rank"])] = name
+    groups = [
+        RankGroup(stem=stem, world_size=world or max(files) + 1, files=dict(sorted(files.items())))
+        for (stem, world), files in found.items()
+    ]
+    return sorted(groups, key=lambda group: (group.stem, -group.world_size))
+
+
+def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
+    """Read all files of a group and put the shards together.
+
+    Returns:
+        The parts, models first.
+
+    Raises:
+        As ``torch_file.open_torch_file``; CorruptCheckpoint where ranks contradict each other.
+    """
+    role = role_of(group.stem) or (Role.OTHER if group.stem.startswith("extra") else Role.MODEL)
+    allow_unknown = role not in (Role.MODEL, Role.OPTIMIZER)
+    gather = _Gather()
+    for rank, name in group.files.items():
+        opened = open_torch_file(folder.store, folder.prefix + name, allow_unknown=allow_unknown)
+        gather.add(rank, opened)
+    missing = [rank for rank in range(group.world_size) if rank not in group.files]
+    splits = split_roles(gather.paths.items(), default=role)
+    files = {folder.prefix + name: folder.files[name] for name in group.files.values()}
+    parts = []
+    for number, split in enumerate(splits):
+        tensors = {k: replace(gather.tensors[k], name=n) for k, n in split.names.items() if k in gather.tensors}
+        objects = {k: replace(gather.objects[k], name=n) for k, n in split.names.items() if k in gather.objects}
+        problems = [p for p in gather.problems if p.where in tensors]
+        if number == 0 and missing:
+            problems.insert(0, _missing_ranks(folder, group, missing))
+        flat = flat_reason(tensors) or _local_slices(gather, tensors)
+        if flat is None:
+            problems += coverage_problems(tensors.values())
+        parts.append(
+            Part(
+                name=group.stem if number == 0 else split.name,
+                role=role if len(splits) == 1 else split.role,
+                dialect="rank-files",
+                folder=folder.prefix.rstrip("/"),
+                files=files,
+                tensors=tensors,
+                objects=objects,
+                world_size=group.world_size,
+                flat=flat,
+                problems=problems,
+            )
+        )
+    return parts
+
+
+@dataclass
+class _Gather:
+    """What the ranks' files hold, put together."""
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    unequal: set[str] = field(default_factory=set)
+
+    def add(self, rank: int, opened: TorchFile) -> None:
+        for path, value in opened.leaves:
+            key = ".".join(map(str, path))
+            if isinstance(value, TensorRef):
+                self._add_plain(rank, key, path, opened, value)
+            elif isinstance(value, DTensorRef | ShardedTensorRef):
+                self._add_sharded(key, path, opened, value)
+            elif key not in self.objects:
+                self.paths.setdefault(key, path)
+                self.objects[key] = ObjectEntry(
+                    key=key, name=key, file=opened.file, start=0, stop=opened.size, value=value, decoded=True
+                )
+
+    def _add_plain(self, rank: int, key: str, path: KeyPath, opened: TorchFile, value: TensorRef) -> None:
+        """A tensor that every rank has whole (a buffer), or LOCAL slices, which differ in size."""
+        chunk = opened.chunk(value)
+        known = self.tensors.get(key)
+        if known is None:
+            self.paths.setdefault(key, path)
+            self.tensors[key] = TensorEntry(key=key, name=key, dtype=value.dtype, shape=value.shape, chunks=(chunk,))
+            return
+        if known.placements is not None or known.dtype != value.dtype:
+            raise CorruptCheckpoint(f"{opened.file}: `{key}` is sharded, or of another dtype, on another rank")
+        if known.shape != value.shape:
+            self.unequal.add(key)
+            return
+        self.tensors[key] = replace(known, replicas=(*known.replicas, chunk))
+        first = known.chunks[0]
+        if None not in (first.crc32, chunk.crc32) and first.crc32 != chunk.crc32:
+            message = f"rank {rank} has other values than the first rank, whose values are used"
+            if not any(p.where == key for p in self.problems):
+                self.problems.append(
+                    Problem(severity=Severity.WARNING, code="replicas-differ", where=key, message=message)
+                )
+
+    def _add_sharded(self, key: str, path: KeyPath, opened: TorchFile, value: DTensorRef | ShardedTensorRef) -> None:
+        chunks = opened.boxes(value)
+        known = self.tensors.get(key)
+        if known is None:
+            self.paths.setdefault(key, path)
+            self.tensors[key] = sharded_entry(key, key, value, chunks)
+            return
+        if known.placements is None or known.shape != value.shape:
+            raise CorruptCheckpoint(f"{opened.file}: `{key}` has another shape, or is not sharded, on another rank")
+        have = {(chunk.offsets, chunk.lengths) for chunk in known.chunks}
+        fresh = [chunk for chunk in chunks if (chunk.offsets, chunk.lengths) not in have]
+        again = [chunk for chunk in chunks if (chunk.offsets, chunk.lengths) in have and chunk.numel]
+        self.tensors[key] = replace(known, chunks=(*known.chunks, *fresh), replicas=(*known.replicas, *again))
+
+
+def _missing_ranks(folder: Folder, group: RankGroup, missing: Sequence[int]) -> Problem:
+    shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+    some = next(iter(group.files.values()))
+    message = f"{len(group.files)} of {group.world_size} rank files are there; missing: rank {shown}"
+    return Problem(severity=Severity.ERROR, code="missing-rank", where=folder.prefix + some, message=message)
+
+
+def _local_slices(gather: _Gather, tensors: dict[str, Any]) -> str | None:
+    unequal = sorted(gather.unequal & tensors.keys())
+    if not unequal:
+        return None
+    return (
+        f"`{unequal[0]}` is a local slice of an FSDP1 flat parameter, of another size on each rank; "
+        "the shape of the whole is not in the files"
+    )

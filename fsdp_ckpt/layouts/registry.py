@@ -1,0 +1,188 @@
+"""From a path to a checkpoint: look, decide which layout it is, read it.
+
+A path may be a file, one part, a checkpoint with several parts, or a run folder with checkpoints in it; in the last
+case the newest complete one is taken, by step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_ckpt.catalog import Checkpoint, Part, Role
+from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, UnknownLayout, UsageError
+from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite, read_composite, step_of
+from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
+from fsdp_ckpt.layouts.hf import read_safetensors
+from fsdp_ckpt.layouts.torch_file import read_torch_file
+from fsdp_ckpt.store.local import Folder, LocalStore
+
+__all__ = ["read_checkpoint"]
+
+_INNER = ("sharded", "actor", "model", "weights", "model_and_optim", "checkpoint", "pytorch_model_fsdp_0", "dcp", "hf")
+"""Sub-folders that frameworks put the weights in, looked at when a folder itself holds none."""
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Recognise and read whatever lies at a path. Only metadata and headers are read.
+
+    Args:
+        path: A file or folder.
+
+    Returns:
+        The catalog. A damaged or incomplete checkpoint is returned with problems, as long as its metadata can be read.
+
+    Raises:
+        CheckpointNotFound: Nothing is there, or nothing that is a checkpoint.
+        UnsafePickle: A pickle asks for code.
+        MalformedFile: Metadata or headers are damaged.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        scheme = text.partition("://")[0]
+        if scheme != "file":
+            raise UsageError(
+                f"`{text}` has the scheme `{scheme}`, which is not supported",
+                hint="copy the checkpoint to a local folder",
+            )
+        text = text.removeprefix("file://")
+    local = Path(text)
+    if not local.exists():
+        raise CheckpointNotFound(f"`{text}` does not exist", hint=_similar(local))
+    if local.is_dir():
+        return _read_folder(Folder(LocalStore(local)), text)
+    return _read_file(local, text)
+
+
+def _similar(path: Path) -> str | None:
+    parent = path.parent
+    while not parent.is_dir():
+        parent = parent.parent
+    names = (
+        sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))[:8]
+        if parent.is_dir()
+        else []
+    )
+    return f"`{parent}` holds: {', '.join(names)}" if names else None
+
+
+def _read_file(path: Path, text: str) -> Checkpoint:
+    name = path.name
+    store = LocalStore(path.parent)
+    folder = Folder(store)
+    if name.endswith((".distcp", ".metadata", ".metadata.tmp", ".index.json")):
+        found = _read_folder(folder, str(path.parent))
+        return replace(found, chosen=found.chosen or text)
+    if name not in folder.files:
+        raise UnknownLayout(f"`{text}` is not a regular file")
+    if name.endswith(".safetensors"):
+        parts = read_safetensors(folder, [name], name=name.removesuffix(".safetensors"))
+        return Checkpoint(
+            root=store.root, layout="safetensors", title="safetensors file", parts=parts, side_files=_side_files(folder)
+        )
+    parts = read_torch_file(store, name, name=None)
+    return Checkpoint(
+        root=store.root, layout="torch-file", title="torch.save file", parts=parts, side_files=_side_files(folder)
+    )
+
+
+def _read_folder(folder: Folder, text: str) -> Checkpoint:
+    if looks_like_dcp(folder):
+        return _dcp_checkpoint(folder)
+    if looks_composite(folder):
+        found = read_composite(folder)
+        if any(part.role is Role.MODEL for part in found.parts) or not _has_inner(folder):
+            return found
+    inner = [name for name in _INNER if name in folder.folders and _is_checkpoint(folder.sub(name))]
+    if inner:
+        below = Folder(LocalStore(folder.path / inner[0]))
+        found = _read_folder(below, str(below.path))
+        return replace(
+            found,
+            chosen=text,
+            step=found.step if found.step is not None else step_of(folder),
+            side_files=found.side_files,
+        )
+    lone = [name for name in folder.files if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+    if len(lone) == 1:
+        return replace(_read_file(folder.path / lone[0], text), chosen=text)
+    return _newest(folder, text)
+
+
+def _dcp_checkpoint(folder: Folder) -> Checkpoint:
+    name = folder.path.resolve().name
+    single = name if name.startswith(("pytorch_model", "optimizer")) else None
+    parts: list[Part] = read_dcp(folder, name=single)
+    if looks_composite(folder):
+        parts = [*parts, *read_composite(folder).parts]
+    layout, title = "dcp", "distributed checkpoint (DCP)"
+    writer = parts[0].writer or ""
+    if "meta.pt" in folder.files:
+        layout, title = "lightning", "Lightning / Fabric checkpoint"
+    elif writer == "Megatron-core":
+        layout, title = "megatron", "Megatron-core distributed checkpoint"
+    elif {"train_state", "lr_scheduler"} <= {part.name for part in parts}:
+        layout, title = "torchtitan", "torchtitan checkpoint"
+    elif {key.partition(".")[0] for part in parts for key in part.tensors} == {"state"}:
+        layout, title = "composer", "Composer checkpoint"
+    step = step_of(folder)
+    return Checkpoint(
+        root=folder.store.root,
+        layout=layout,
+        title=title,
+        parts=parts,
+        step=step
+        if step is not None
+        else (step_of(Folder(LocalStore(folder.path.resolve().parent))) if single else None),
+        world_size=max((part.world_size for part in parts if part.world_size), default=None),
+        side_files=_side_files(folder),
+    )
+
+
+def _side_files(folder: Folder) -> list[str]:
+    return [folder.prefix + name for name in folder.files if SIDE_FILES.fullmatch(name)]
+
+
+def _is_checkpoint(folder: Folder) -> bool:
+    return looks_like_dcp(folder) or looks_composite(folder)
+
+
+def _has_inner(folder: Folder) -> bool:
+    return any(name in folder.folders and _is_checkpoint(folder.sub(name)) for name in _INNER)
+
+
+def _newest(folder: Folder, text: str) -> Checkpoint:
+    """Take the newest complete checkpoint of a run folder."""
+    candidates = sorted(_candidates(folder), key=lambda item: item[0], reverse=True)
+    passed: list[str] = []
+    for step, below in candidates:
+        name = below.path.name
+        try:
+            found = _read_folder(Folder(LocalStore(below.path)), str(below.path))
+        except UnknownLayout:
+            passed.append(f"{name} (nothing in it that is a checkpoint)")
+            continue
+        if found.is_complete and any(part.tensors for part in found.parts):
+            facts = [*found.facts, *([("passed over", ", ".join(passed))] if passed else [])]
+            return replace(found, chosen=text, step=found.step if found.step is not None else step, facts=facts)
+        passed.append(f"{name} (incomplete)")
+    if passed:
+        raise IncompleteCheckpoint(
+            f"`{text}` holds no complete checkpoint: {', '.join(passed)}",
+            hint=f"fsdp-ckpt inspect {folder.path / passed[0].split(' (', maxsplit=1)[0]}",
+        )
+    names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files][:8]) or "nothing"
+    raise UnknownLayout(
+        f"`{text}` is not a checkpoint of a known layout; it holds: {names}",
+        hint="pass the folder that holds .metadata, *.distcp, *.safetensors or *.bin files",
+    )
+
+
+def _candidates(folder: Folder) -> Iterator[tuple[int, Folder]]:
+    for name in folder.folders:
+        below = folder.sub(name)
+        step = step_of(below)
+        if step is not None and ".tmp" not in name and not name.startswith("."):
+            yield step, below

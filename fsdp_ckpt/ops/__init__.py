@@ -1,0 +1,1 @@
+"""One verb per file: options in, a frozen report out. Nothing here prints or exits."""

@@ -1,0 +1,105 @@
+"""Choose the part of a checkpoint that a command means."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
+from fsdp_ckpt.errors import AmbiguousPart, FlatParameters, IncompleteCheckpoint, NoModelWeights, UsageError
+from fsdp_ckpt.units import format_size
+
+__all__ = ["choose_model_part", "describe_part", "refuse_incomplete"]
+
+_TRAINING_DIALECTS = ("dcp", "rank-files", "torch-file")
+
+
+def choose_model_part(checkpoint: Checkpoint, name: str | None, *, path: str, command: str) -> tuple[Part, list[str]]:
+    """Return the part that holds the model, and notes about what was left aside.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: What the user asked for; None for the obvious one.
+        path: As the user typed it, for messages.
+        command: The command to suggest, without path (``merge``).
+
+    Raises:
+        NoModelWeights: There is none.
+        AmbiguousPart: There are several and none stands out.
+        UsageError: There is no part of that name.
+    """
+    quoted = shlex.quote(path)
+    if name is not None:
+        for part in checkpoint.parts:
+            if name in (part.name, part.folder) and part.role is not Role.OPTIMIZER:
+                return part, []
+        named = [part for part in checkpoint.parts if name == part.name]
+        if named:
+            raise NoModelWeights(f"`{name}` holds optimizer state, not model weights")
+        names = ", ".join(part.name for part in checkpoint.parts)
+        raise UsageError(f"`{path}` has no part `{name}`", hint=f"its parts are: {names}")
+    models = [part for part in checkpoint.parts if part.role is Role.MODEL]
+    if not models:
+        raise _no_model(checkpoint, path)
+    best = min(map(_tier, models))
+    chosen = [part for part in models if _tier(part) == best]
+    if len(chosen) > 1:
+        listing = "; ".join(describe_part(part) for part in chosen)
+        raise AmbiguousPart(
+            f"`{path}` holds {len(chosen)} models: {listing}",
+            hint=f"fsdp-ckpt {command} {quoted} --part {shlex.quote(chosen[0].name)} …",
+        )
+    notes = []
+    if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
+        notes.append(f"reading {describe_part(chosen[0])} of {checkpoint.root}")
+    aside = [part.name for part in models if part is not chosen[0]]
+    if aside:
+        notes.append(f"left aside: {', '.join(aside)} (choose with --part)")
+    return chosen[0], notes
+
+
+def describe_part(part: Part) -> str:
+    """Return a part in a few words: ``pytorch_model_fsdp_0 (8 files, 14.5 GB, complete)``."""
+    files = [file for file in part.files if not file.rpartition("/")[2].endswith(".metadata")]
+    state = "complete" if part.is_complete else "incomplete"
+    return f"{part.name} ({len(files)} file{'' if len(files) == 1 else 's'}, {format_size(part.num_bytes)}, {state})"
+
+
+def refuse_incomplete(part: Part, *, path: str) -> None:
+    """Refuse to read a part with holes.
+
+    Raises:
+        FlatParameters: Names and shapes are not in the files.
+        IncompleteCheckpoint: Data are missing or contradictory.
+    """
+    quoted = shlex.quote(path)
+    if part.flat is not None:
+        raise FlatParameters(
+            f"{part.name}: {part.flat}",
+            hint="load it with the wrapped model it was saved from, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+    errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
+    if errors:
+        more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+        raise IncompleteCheckpoint(
+            f"`{errors[0].where}`: {errors[0].message}{more}; nothing was written", hint=f"fsdp-ckpt inspect {quoted}"
+        )
+
+
+def _tier(part: Part) -> int:
+    if part.dialect in _TRAINING_DIALECTS or part.name == "sharded":
+        return 0
+    return 1 if part.name in ("model", "pytorch_model") else 2
+
+
+def _no_model(checkpoint: Checkpoint, path: str) -> NoModelWeights:
+    optimizers: Sequence[Part] = [part for part in checkpoint.parts if part.role is Role.OPTIMIZER]
+    if optimizers:
+        beside = checkpoint.root.resolve().parent
+        hint = None
+        if checkpoint.root.name.startswith("optimizer") and beside.is_dir():
+            found = sorted(p.name for p in beside.iterdir() if p.name.startswith("pytorch_model"))
+            hint = f"fsdp-ckpt merge {shlex.quote(str(beside / found[0]))} OUT" if found else None
+        return NoModelWeights(f"`{path}` holds optimizer state, not model weights", hint=hint)
+    names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
+    return NoModelWeights(f"`{path}` holds no model weights, only: {names}")

@@ -1,0 +1,365 @@
+"""Merge a sharded checkpoint into model files that anything can load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_ckpt.ops.merge_files import PATTERNS, index_json, lay_out_bin, lay_out_safetensors
+from fsdp_ckpt.ops.merge_plan import MergeOptions, MergePlan, plan_merge
+from fsdp_ckpt.ops.preflight import check_destination, check_space
+from fsdp_ckpt.ops.remove_source import check_removable, remove_source, verify_output
+from fsdp_ckpt.ops.share import all_done, note_done, publish_lock
+from fsdp_ckpt.plan.merge import OutputFile, split_files
+from fsdp_ckpt.run.copy import Copier
+from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
+from fsdp_ckpt.run.progress import Listener, Meter
+from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.store.publish import Staging, current_umask, resolve_destination
+
+__all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """What a merge did, or would do.
+
+    Attributes:
+        source: The checkpoint, as given.
+        destination: The folder written.
+        part: The part that was merged.
+        format: ``safetensors`` or ``bin``.
+        files: Bytes of each weight file, by name.
+        num_tensors: Tensors written.
+        num_parameters: Elements written.
+        tensor_bytes: Bytes of tensors written.
+        dtypes: Tensors by dtype in the result.
+        cast: Tensors that were converted, by ``source -> result``.
+        renamed: New name by key, where more than the part's prefix changed.
+        excluded: Number of tensors left out by filters.
+        tied: Name kept by name not written.
+        aliases: Name kept by name written again although both are the same bytes in the source.
+        verified_bytes: Source bytes whose recorded CRC-32 was compared.
+        unverified: Shards without a recorded CRC-32.
+        shared_bytes: Bytes that share blocks with the source instead of being copied.
+        recovered: Damaged shards that were read from a replica.
+        side_files: Files copied beside the weights.
+        missing_side_files: Important ones that were not found.
+        notes: What was chosen on the user's behalf.
+        warnings: What the user should know.
+        elapsed_s: Wall time in seconds.
+        dry_run: Nothing was written.
+        pending: Shares that are still to be written by other processes; None unless the work is shared.
+        source_removed: The source was deleted after the result was read back.
+        free_bytes: Free space at the destination before the run.
+        peak_memory_bytes: Estimate of the memory needed.
+    """
+
+    source: str
+    destination: str
+    part: str
+    format: str
+    files: Mapping[str, int]
+    num_tensors: int
+    num_parameters: int
+    tensor_bytes: int
+    dtypes: Mapping[str, int]
+    cast: Mapping[str, int] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    excluded: int = 0
+    tied: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    verified_bytes: int = 0
+    unverified: int = 0
+    shared_bytes: int = 0
+    recovered: Sequence[str] = ()
+    side_files: Sequence[str] = ()
+    missing_side_files: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    elapsed_s: float = 0.0
+    dry_run: bool = False
+    pending: Sequence[int] | None = None
+    source_removed: bool = False
+    free_bytes: int | None = None
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A plan, and the files that it becomes."""
+
+    plan: MergePlan
+    files: Sequence[OutputFile]
+    specs: Sequence[OutputSpec]
+    destination: Path
+    jobs: int
+
+
+def merge(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    options: MergeOptions | None = None,
+    listener: Listener | None = None,
+    **changes: Any,
+) -> MergeReport:
+    """Merge the model of a checkpoint into one or several files in a folder.
+
+    The folder appears complete or not at all. Memory does not depend on the model's size. Tensors keep their dtype
+    and bits unless ``dtype`` is given.
+
+    Args:
+        src: A checkpoint in any layout that ``inspect`` knows, or a folder above it.
+        out: The folder to make; parents are made as well.
+        options: All options at once; or give them as keywords:
+        listener: Called with ``Progress`` while bytes are moved.
+        **changes: Fields of ``MergeOptions``: ``max_shard_size`` (largest file, ``"5GB"``), ``format``
+            (``"safetensors"`` or ``"bin"``), ``dtype`` (convert float tensors), ``include`` / ``exclude`` (globs),
+            ``rename`` (``"old=new"`` prefixes or ``"s/regex/replacement/"``), ``tie`` (drop an output head that
+            equals the embedding; None follows config.json), ``part`` (name, when there are several models),
+            ``dry_run``, ``overwrite``, ``resume``, ``remove_source`` (after reading the result back), ``verify``
+            (compare recorded checksums), ``fsync``, ``jobs`` (threads), ``share`` (this process's share of the work).
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointNotFound: No checkpoint, or none with model weights.
+        CorruptCheckpoint: Damaged or incomplete; nothing is left at ``out``.
+        DestinationExists: ``out`` has content and ``overwrite`` is off.
+        NotEnoughSpace: The disk is too small; found before writing where possible.
+        Incompatible: Flat parameters, colliding names, dtypes that the format lacks.
+        UsageError: Options that contradict each other.
+
+    Example:
+        >>> report = merge("run/checkpoint-2000", "out", dtype="bfloat16")  # doctest: +SKIP
+        >>> report.files  # doctest: +SKIP
+        {'model.safetensors': 14483464192}
+    """
+    begun = time.monotonic()
+    plan = plan_merge(src, options, **changes)
+    destination = resolve_destination(Path(out))
+    check_destination(
+        destination,
+        plan.checkpoint,
+        src=plan.source,
+        out=os.fspath(out),
+        overwrite=plan.options.overwrite,
+        shared=plan.options.share is not None,
+    )
+    if plan.options.remove_source:
+        check_removable(plan.checkpoint, plan.part, destination)
+    job = _lay_out(plan, destination)
+    free = check_space(destination, sum(spec.size for spec in job.specs), len(job.specs) + len(plan.side.files))
+    if plan.options.dry_run:
+        return _report(job, {}, begun, free=free, dry_run=True)
+    return _write(job, begun, listener, free)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Merge sharded FSDP weights; same name and arguments as in ``accelerate.utils``.
+
+    Args:
+        checkpoint_dir: ``pytorch_model_fsdp_0``, or a folder above it.
+        output_path: Folder for the result. As in Accelerate it may exist and hold other files; a weight file of the
+            same name is replaced in one step.
+        safe_serialization: Write ``model.safetensors`` rather than ``pytorch_model.bin``.
+        remove_checkpoint_dir: Delete the source; here only after the result was read back and compared.
+
+    Raises:
+        As ``merge``.
+    """
+    destination = resolve_destination(Path(output_path))
+    options = MergeOptions(
+        format="safetensors" if safe_serialization else "bin",
+        max_shard_size="1000TB",
+        remove_source=remove_checkpoint_dir,
+    )
+    if not destination.is_dir() or not any(destination.iterdir()):
+        merge(checkpoint_dir, output_path, options=options)
+        return
+    beside = destination / f".merge-{os.getpid()}"
+    try:
+        merge(checkpoint_dir, beside, options=options)
+        for path in sorted(beside.iterdir()):
+            if path.name.startswith(("model", "pytorch_model")) or not (destination / path.name).exists():
+                os.replace(path, destination / path.name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _lay_out(plan: MergePlan, destination: Path) -> _Job:
+    format = plan.options.format
+    files = split_files(plan.selection.tensors, max_shard_bytes=plan.max_shard_bytes, pattern=PATTERNS[format])
+    specs = [
+        lay_out_bin(file, number, plan.selection.tied) if format == "bin" else lay_out_safetensors(file, number)
+        for number, file in enumerate(files)
+    ]
+    return _Job(
+        plan=plan,
+        files=files,
+        specs=specs,
+        destination=destination,
+        jobs=plan.options.jobs or min(4, os.cpu_count() or 1),
+    )
+
+
+def _identity(job: _Job) -> str:
+    """Return a hash that is equal for runs which would write the same bytes."""
+    root = job.plan.root.resolve()
+    stamps = {}
+    for file in job.plan.part.files:
+        status = os.stat(root / file)
+        stamps[file] = [status.st_size, status.st_mtime_ns]
+    options = {
+        name: getattr(job.plan.options, name)
+        for name in ("max_shard_size", "format", "dtype", "include", "exclude", "rename")
+    }
+    facts = [str(root), job.plan.part.name, stamps, options, dict(job.plan.selection.tied)]
+    return hashlib.sha256(json.dumps(facts, default=list, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _write(job: _Job, begun: float, listener: Listener | None, free: int | None) -> MergeReport:
+    options, share = job.plan.options, job.plan.options.share
+    staging = Staging(
+        job.destination,
+        _identity(job),
+        overwrite=options.overwrite,
+        resume=options.resume,
+        shared=share is not None,
+    )
+    mine = list(enumerate(job.specs)) if share is None else share.of(job.specs)
+    try:
+        todo = [spec for _, spec in mine if not _is_finished(staging, spec, options)]
+        total = sum(stop - start for _, spec in mine for start, stop in spec.ranges.values())
+        meter = Meter(total, listener)
+        meter.add(total - sum(stop - start for spec in todo for start, stop in spec.ranges.values()))
+        with Sources(job.plan.root, spill=staging.path) as sources:
+            copier = Copier(sources, meter, verify=options.verify, writeback=options.fsync)
+            done = write_files(
+                todo, staging, copier, jobs=job.jobs, durable=options.fsync, need_crcs=options.remove_source
+            )
+        _note_crcs(staging, done)
+        if share is not None:
+            note_done(staging, share)
+            pending = all_done(staging, share)
+            if pending:
+                staging.suspend()
+                return _report(job, done, begun, free=free, pending=pending)
+        with publish_lock(staging, shared=share is not None) as still_there:
+            if still_there:
+                crcs = _load_crcs(staging, job.specs) if options.remove_source else {}
+                _publish(job, staging)
+    except KeyboardInterrupt:
+        if any(spec.name in os.listdir(staging.path) for spec in job.specs):
+            staging.suspend()
+        else:
+            staging.discard()
+        raise
+    except BaseException:
+        if share is None:
+            staging.discard()
+        else:
+            staging.suspend()
+        raise
+    if options.remove_source and still_there:
+        verify_output(job.destination, job.specs, crcs)
+        remove_source(job.plan.checkpoint, job.plan.part)
+    return _report(
+        job, done, begun, free=free, source_removed=options.remove_source, pending=None if share is None else []
+    )
+
+
+def _is_finished(staging: Staging, spec: OutputSpec, options: MergeOptions) -> bool:
+    if not staging.finished(spec.name, spec.size):
+        return False
+    return not options.remove_source or staging.file(f".{spec.name}.crc").exists()
+
+
+def _note_crcs(staging: Staging, done: Mapping[str, FileResult]) -> None:
+    for name, result in done.items():
+        if result.crcs:
+            staging.file(f".{name}.crc").write_text(json.dumps(result.crcs))
+
+
+def _load_crcs(staging: Staging, specs: Sequence[OutputSpec]) -> dict[str, dict[str, int]]:
+    return {spec.name: json.loads(staging.file(f".{spec.name}.crc").read_text()) for spec in specs}
+
+
+def _publish(job: _Job, staging: Staging) -> None:
+    mode = 0o666 & ~current_umask()
+    for name, path in job.plan.side.files.items():
+        shutil.copyfile(path, staging.file(name))
+        os.chmod(staging.file(name), mode)
+    if len(job.specs) > 1:
+        name = PATTERNS[job.plan.options.format].format(suffix="") + ".index.json"
+        staging.file(name).write_bytes(index_json(job.files, job.plan.selection.tied, format=job.plan.options.format))
+    staging.publish(durable=job.plan.options.fsync)
+
+
+def _report(
+    job: _Job,
+    done: Mapping[str, FileResult],
+    begun: float,
+    *,
+    free: int | None,
+    dry_run: bool = False,
+    pending: Sequence[int] | None = None,
+    source_removed: bool = False,
+) -> MergeReport:
+    results = [result for file in done.values() for rows in file.results.values() for _, result in rows]
+    plan = job.plan
+    tensors = plan.selection.tensors
+    dtypes: dict[str, int] = {}
+    cast: dict[str, int] = {}
+    for tensor in tensors:
+        dtypes[tensor.dtype.name] = dtypes.get(tensor.dtype.name, 0) + 1
+        if tensor.is_cast:
+            step = f"{tensor.source.dtype} -> {tensor.dtype}"
+            cast[step] = cast.get(step, 0) + 1
+    warnings = list(plan.warnings)
+    if "config.json" in plan.side.missing:
+        warnings.append("no config.json was found beside the checkpoint: from_pretrained needs it in the output folder")
+    return MergeReport(
+        source=plan.source,
+        destination=str(job.destination),
+        part=plan.part.name,
+        format=plan.options.format,
+        files={spec.name: spec.size for spec in job.specs},
+        num_tensors=len(tensors),
+        num_parameters=sum(tensor.source.numel for tensor in tensors),
+        tensor_bytes=sum(tensor.num_bytes for tensor in tensors),
+        dtypes=dtypes,
+        cast=cast,
+        renamed=plan.selection.renamed,
+        excluded=len(plan.selection.excluded),
+        tied=plan.selection.tied,
+        aliases=plan.aliases,
+        verified_bytes=sum(result.verified_bytes for result in results),
+        unverified=sum(result.unverified for result in results),
+        shared_bytes=sum(result.shared_bytes for result in results),
+        recovered=[sentence for result in results for sentence in result.recovered],
+        side_files=sorted(plan.side.files),
+        missing_side_files=plan.side.missing,
+        notes=plan.notes,
+        warnings=warnings,
+        elapsed_s=time.monotonic() - begun,
+        dry_run=dry_run,
+        pending=pending,
+        source_removed=source_removed,
+        free_bytes=free,
+        peak_memory_bytes=(45 + 4 * job.jobs) << 20,
+    )

@@ -1,0 +1,86 @@
+"""Lay out the files of a merge byte by byte, in the format asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from fsdp_ckpt.codec.safetensors import plan_header
+from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, lay_out_archive, seal_archive
+from fsdp_ckpt.plan.merge import OutputFile
+from fsdp_ckpt.run.copy import cut_tasks
+from fsdp_ckpt.run.engine import OutputSpec
+
+__all__ = ["PATTERNS", "index_json", "lay_out_bin", "lay_out_safetensors"]
+
+PATTERNS = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{suffix}.bin"}
+"""File names by format, as transformers expects them."""
+
+
+def lay_out_safetensors(file: OutputFile, number: int) -> OutputSpec:
+    """Return the spec of a safetensors file.
+
+    Raises:
+        Incompatible: A dtype that safetensors does not have.
+    """
+    head, ranges = plan_header(
+        [(tensor.name, tensor.dtype, tensor.source.shape) for tensor in file.tensors], {"format": "pt"}
+    )
+    return OutputSpec(
+        name=file.name,
+        size=max((stop for _, stop in ranges.values()), default=len(head)),
+        head=head,
+        ranges=ranges,
+        tasks=[
+            (tensor.name, task)
+            for tensor in sorted(file.tensors, key=lambda tensor: ranges[tensor.name])
+            for task in cut_tasks(tensor.source, tensor.dtype, file=number, position=ranges[tensor.name][0])
+        ],
+    )
+
+
+def lay_out_bin(file: OutputFile, number: int, tied: Mapping[str, str]) -> OutputSpec:
+    """Return the spec of a torch.save file; tied tensors share a storage and keep both names."""
+    storages = {tensor.name: storage for storage, tensor in enumerate(file.tensors)}
+    rows = [
+        ArchiveTensor(name=t.name, dtype=t.dtype, shape=t.source.shape, storage=storages[t.name]) for t in file.tensors
+    ]
+    by_name = {row.name: row for row in rows}
+    rows += [
+        ArchiveTensor(name=name, dtype=by_name[kept].dtype, shape=by_name[kept].shape, storage=storages[kept])
+        for name, kept in tied.items()
+        if kept in by_name
+    ]
+    layout = lay_out_archive(rows, prefix=file.name.removesuffix(".bin"))
+    names = {storage: name for name, storage in storages.items()}
+    ranges = {names[storage]: span for storage, span in layout.storages.items()}
+
+    def seal(crcs: Mapping[str, int]) -> Sequence[tuple[int, bytes]]:
+        return seal_archive(layout, {storage: crcs[name] for storage, name in names.items()})
+
+    return OutputSpec(
+        name=file.name,
+        size=layout.size,
+        head=b"",
+        ranges=ranges,
+        tasks=[
+            (tensor.name, task)
+            for tensor in file.tensors
+            for task in cut_tasks(tensor.source, tensor.dtype, file=number, position=ranges[tensor.name][0])
+        ],
+        seal=seal,
+    )
+
+
+def index_json(files: Sequence[OutputFile], tied: Mapping[str, str], *, format: str) -> bytes:
+    """Return the index of several files, as transformers writes it."""
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    if format == "bin":
+        weight_map |= {name: weight_map[kept] for name, kept in tied.items()}
+    total = sum(file.num_bytes for file in files)
+    parameters = sum(tensor.source.numel for file in files for tensor in file.tensors)
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,143 @@
+"""Decide everything about a merge from metadata, before a byte of data is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fsdp_ckpt.catalog import DTYPES, Checkpoint, DType, Part, Severity
+from fsdp_ckpt.errors import NoModelWeights, UsageError
+from fsdp_ckpt.layouts.registry import read_checkpoint
+from fsdp_ckpt.names import parse_rename
+from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete
+from fsdp_ckpt.ops.share import Share
+from fsdp_ckpt.ops.side_files import SideFiles, find_side_files
+from fsdp_ckpt.ops.ties import find_aliases, tie
+from fsdp_ckpt.plan.merge import Selection, select_tensors
+from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.units import parse_size
+
+__all__ = ["DEFAULT_SHARD_SIZE", "MergeOptions", "MergePlan", "plan_merge"]
+
+DEFAULT_SHARD_SIZE = "50GB"
+"""Largest file by default, as ``save_pretrained`` of transformers 5."""
+
+_CAST_TARGETS = ("float32", "float16", "bfloat16", "float64")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+_FORMATS = ("safetensors", "bin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions:
+    """How to merge; see ``merge`` for the fields."""
+
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE
+    format: Literal["safetensors", "bin"] = "safetensors"
+    dtype: str | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    tie: bool | None = None
+    part: str | None = None
+    dry_run: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    remove_source: bool = False
+    verify: bool = True
+    fsync: bool = True
+    jobs: int | None = None
+    share: Share | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergePlan:
+    """What a merge will do.
+
+    Attributes:
+        source: The checkpoint, as given.
+        checkpoint: Its catalog.
+        part: The part to merge.
+        options: As given.
+        selection: Tensors, names, dtypes, ties.
+        max_shard_bytes: Limit for one file.
+        side: Files to copy beside the weights.
+        aliases: Name kept by name of tensors that are the same bytes of the source, but are both written.
+        notes: What was chosen on the user's behalf.
+        warnings: What the user should know.
+    """
+
+    source: str
+    checkpoint: Checkpoint
+    part: Part
+    options: MergeOptions
+    selection: Selection
+    max_shard_bytes: int
+    side: SideFiles
+    aliases: Mapping[str, str]
+    notes: Sequence[str]
+    warnings: Sequence[str]
+
+    @property
+    def root(self) -> Path:
+        """The folder that all files of the checkpoint are relative to."""
+        return self.checkpoint.root
+
+
+def plan_merge(src: str | os.PathLike[str], options: MergeOptions | None = None, **changes: Any) -> MergePlan:
+    """Read the metadata of a checkpoint and decide what to write; arguments and errors as ``merge``."""
+    text = os.fspath(src)
+    try:
+        chosen = replace(options or MergeOptions(), **changes)
+    except TypeError as error:
+        raise UsageError(f"unknown option: {error}") from None
+    if chosen.format not in _FORMATS:
+        raise UsageError(f"--format {chosen.format} is not possible", hint=f"choose one of: {', '.join(_FORMATS)}")
+    if chosen.jobs is not None and chosen.jobs < 1:
+        raise UsageError("--jobs must be at least 1")
+    max_shard_bytes = parse_size(chosen.max_shard_size)
+    dtype, renames = _cast_target(chosen.dtype), parse_rename(chosen.rename)
+    checkpoint = read_checkpoint(text)
+    part, notes = choose_model_part(checkpoint, chosen.part, path=text, command="merge")
+    refuse_incomplete(part, path=text)
+    if not part.tensors:
+        raise NoModelWeights(
+            f"`{text}` holds no tensors, only {len(part.objects)} pickled objects",
+            hint="it was saved with flatten_state_dict=False or outside of a state dict; load it with torch",
+        )
+    selection = select_tensors(
+        list(part.tensors.values()), dtype=dtype, include=chosen.include, exclude=chosen.exclude, renames=renames
+    )
+    side = find_side_files(checkpoint.root / part.folder)
+    warnings = [f"{p.where}: {p.message}" for p in part.problems if p.severity is Severity.WARNING]
+    aliases = find_aliases(selection.tensors)
+    if chosen.tie or (chosen.tie is None and side.config.get("tie_word_embeddings") is True):
+        with Sources(checkpoint.root) as sources:
+            selection, more = tie(selection, sources, asked=chosen.tie is True)
+        warnings += more
+        aliases = {name: kept for name, kept in aliases.items() if name not in selection.tied}
+    return MergePlan(
+        source=text,
+        checkpoint=checkpoint,
+        part=part,
+        options=chosen,
+        selection=selection,
+        max_shard_bytes=max_shard_bytes,
+        side=side,
+        aliases=aliases,
+        notes=notes,
+        warnings=warnings,
+    )
+
+
+def _cast_target(name: str | None) -> DType | None:
+    if name is None:
+        return None
+    full = _SHORT.get(name.lower(), name.lower().removeprefix("torch."))
+    if full not in _CAST_TARGETS:
+        raise UsageError(f"--dtype {name} is not possible", hint=f"choose one of: {', '.join(_CAST_TARGETS)}")
+    return DTYPES[full]

@@ -1,0 +1,103 @@
+"""Show what a checkpoint holds besides tensors, without building anything but plain values."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_ckpt.catalog import DType, Encoding, ObjectEntry
+from fsdp_ckpt.codec.pickles import Constructor, Opaque, Record
+from fsdp_ckpt.codec.tensors import TORCH, DTensorRef, ShardedTensorRef, TensorRef
+from fsdp_ckpt.codec.torchzip import open_archive
+from fsdp_ckpt.errors import FsdpCkptError, MalformedFile
+from fsdp_ckpt.layouts.torch_file import open_torch_value
+from fsdp_ckpt.store.local import LocalStore
+
+__all__ = ["read_object", "to_plain"]
+
+_MAX_ITEMS = 64
+_MAX_TEXT = 400
+_MAX_DEPTH = 8
+_MAX_COMPRESSED = 64 << 20
+
+
+def read_object(entry: ObjectEntry, store: LocalStore) -> Any:
+    """Return an object as plain values, fit for JSON.
+
+    Values of classes that are not on the list of harmless ones are shown as ``<opaque: needs module.Name>``; an object
+    that cannot be read at all is shown as ``<unreadable: reason>``.
+    """
+    if entry.decoded:
+        return to_plain(entry.value)
+    where = f"{entry.file} (`{entry.key}`)"
+    try:
+        reader = store.reader(entry.file)
+        if entry.encoding is Encoding.ZSTD_TORCH_ZIP:
+            data = _expand(reader(entry.start, entry.stop - entry.start), where)
+            archive = open_archive(lambda start, num: data[start : start + num], 0, len(data), where=where)
+            return to_plain(archive.load(TORCH, allow_unknown=True))
+        if entry.start or entry.stop != store.size(entry.file):
+            archive = open_archive(reader, entry.start, entry.stop, where=where)
+            return to_plain(archive.load(TORCH, allow_unknown=True))
+        return to_plain(open_torch_value(store, entry.file))
+    except FsdpCkptError as error:
+        return f"<unreadable: {error.message}>"
+
+
+def _expand(data: bytes, where: str) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise MalformedFile(f"{where} is compressed with zstd; pip install 'fsdp-ckpt[zstd]'") from None
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
+            return bytes(stream.read(_MAX_COMPRESSED))
+    except zstandard.ZstdError as error:
+        raise MalformedFile(f"{where}: broken zstd stream: {error}") from None
+
+
+def to_plain(value: Any, depth: int = 0) -> Any:
+    """Return numbers, texts, lists and dictionaries as they are (long ones cut), anything else as a text about it."""
+    if value is None or isinstance(value, bool | int | float):
+        return value if not isinstance(value, int) or abs(value) < 2**63 else str(value)
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, TensorRef):
+        return _tensor_text("tensor", value.dtype, value.shape)
+    if isinstance(value, DTensorRef):
+        return _tensor_text("DTensor", value.local.dtype, value.shape)
+    if isinstance(value, ShardedTensorRef):
+        return _tensor_text("ShardedTensor", value.dtype, value.shape)
+    if isinstance(value, Opaque):
+        return repr(value)
+    if isinstance(value, Record):
+        return _record_text(value)
+    if isinstance(value, DType | Constructor):
+        return f"torch.{value.name}" if isinstance(value, DType) else repr(value)
+    if depth >= _MAX_DEPTH:
+        return "…"
+    if isinstance(value, Mapping):
+        shown = {str(key): to_plain(item, depth + 1) for key, item in list(value.items())[:_MAX_ITEMS]}
+        if len(value) > _MAX_ITEMS:
+            shown["…"] = f"{len(value) - _MAX_ITEMS} more"
+        return shown
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, range):
+        items = [to_plain(item, depth + 1) for item in list(value)[:_MAX_ITEMS]]
+        return [*items, f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else items
+    return repr(value)[:_MAX_TEXT]
+
+
+def _tensor_text(kind: str, dtype: DType, shape: Sequence[int]) -> str:
+    return f"<{kind} {dtype} {'x'.join(map(str, shape)) or 'scalar'}>"
+
+
+def _record_text(value: Record) -> str:
+    if value.cls.endswith("multiarray._reconstruct") and isinstance(value.state, tuple) and len(value.state) >= 3:
+        shape, dtype = value.state[1], value.state[2]
+        name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else "?"
+        return f"<ndarray {name} {shape}>"
+    args = ", ".join(str(to_plain(arg, _MAX_DEPTH)) for arg in value.args[:4])
+    return f"{value.cls}({args})"[:_MAX_TEXT]

@@ -1,0 +1,82 @@
+"""Checks before the first byte is written: is the destination free, and is there room?"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from fsdp_ckpt.catalog import Checkpoint
+from fsdp_ckpt.errors import DestinationExists, NotEnoughSpace, UsageError
+from fsdp_ckpt.layouts.composite import SIDE_FILES
+from fsdp_ckpt.units import format_size
+
+__all__ = ["check_destination", "check_space"]
+
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def check_destination(
+    destination: Path, checkpoint: Checkpoint, *, src: str, out: str, overwrite: bool, shared: bool
+) -> None:
+    """Refuse a destination that is in the way or would destroy something.
+
+    Raises:
+        UsageError: It is a file name, or lies within the source, or around it.
+        DestinationExists: It has content that may not be replaced.
+    """
+    quoted = f"fsdp-ckpt merge {shlex.quote(src)}"
+    if "://" in out:
+        raise UsageError(f"`{out}` is not a local folder", hint=f"{quoted} FOLDER")
+    if destination.suffix in (".safetensors", ".bin", ".pt") and not destination.is_dir():
+        folder = shlex.quote(str(Path(out).parent / Path(out).stem))
+        raise UsageError(f"`{out}` looks like a file; the output is a folder", hint=f"{quoted} {folder}")
+    source = checkpoint.root.resolve()
+    if destination == source or destination in source.parents:
+        raise UsageError(
+            f"`{out}` holds the checkpoint itself", hint=f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
+        )
+    if not destination.exists():
+        return
+    if not destination.is_dir():
+        raise DestinationExists(f"`{out}` exists and is not a folder")
+    names = sorted(entry.name for entry in destination.iterdir())
+    if not names or (shared and overwrite):
+        return
+    if not overwrite:
+        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        raise DestinationExists(
+            f"`{out}` is not empty: it holds {shown}",
+            hint=f"{quoted} {shlex.quote(out)} --overwrite   (replaces it in one step), or choose another folder",
+        )
+    foreign = [name for name in names if not _WEIGHTS.fullmatch(name) and not SIDE_FILES.fullmatch(name)]
+    if foreign:
+        raise DestinationExists(
+            f"`{out}` holds `{foreign[0]}`, which is not part of a merged model; --overwrite replaces the whole folder",
+            hint="choose another folder, or move that file away",
+        )
+
+
+def check_space(destination: Path, needed_bytes: int, num_files: int) -> int | None:
+    """Return the free bytes at the destination, None where they cannot be told.
+
+    Raises:
+        NotEnoughSpace: Bytes or inodes do not suffice.
+    """
+    place = destination
+    while not place.exists():
+        place = place.parent
+    try:
+        status = os.statvfs(place)
+    except OSError:
+        return None
+    free = status.f_bavail * status.f_frsize
+    if needed_bytes > free:
+        raise NotEnoughSpace(
+            f"the result needs {format_size(needed_bytes)}, `{place}` has {format_size(free)} free; nothing was written",
+            hint="choose a destination on another disk, or --dtype bfloat16 for a float32 checkpoint",
+        )
+    if status.f_files and status.f_favail < num_files + 8:
+        raise NotEnoughSpace(f"`{place}` has only {status.f_favail} inodes left; nothing was written")
+    return free

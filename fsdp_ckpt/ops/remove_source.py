@@ -1,0 +1,64 @@
+"""Delete the source of a merge, after the result was read back and compared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fsdp_ckpt.catalog import Checkpoint, Part
+from fsdp_ckpt.errors import ChecksumMismatch, UsageError
+from fsdp_ckpt.run.engine import OutputSpec, checksum_range
+
+__all__ = ["check_removable", "remove_source", "verify_output"]
+
+
+def check_removable(checkpoint: Checkpoint, part: Part, destination: Path) -> None:
+    """Refuse to promise a removal that would take more than the merged part with it.
+
+    Raises:
+        UsageError: The part's files also hold other parts (an optimizer), or the destination lies among them.
+    """
+    others = [other.name for other in checkpoint.parts if other is not part and other.files.keys() & part.files.keys()]
+    if others:
+        raise UsageError(
+            f"--remove-source: the files of {part.name} also hold {', '.join(others)}",
+            hint="merge without --remove-source",
+        )
+    folder = (checkpoint.root / part.folder).resolve()
+    if folder in destination.parents:
+        raise UsageError("--remove-source: the destination lies in the folder that would be removed")
+
+
+def verify_output(destination: Path, specs: Sequence[OutputSpec], crcs: Mapping[str, Mapping[str, int]]) -> None:
+    """Read every tensor of the result and compare its CRC-32 with what was written.
+
+    Raises:
+        ChecksumMismatch: They differ; the source must be kept.
+    """
+    for spec in specs:
+        fd = os.open(destination / spec.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for name, (start, stop) in spec.ranges.items():
+                if checksum_range(fd, start, stop) != crcs[spec.name][name]:
+                    raise ChecksumMismatch(
+                        f"`{name}` in {destination / spec.name} is not what was written; the source was kept"
+                    )
+        finally:
+            os.close(fd)
+
+
+def remove_source(checkpoint: Checkpoint, part: Part) -> None:
+    """Delete the part's files, and its folder when nothing else is in it."""
+    folder = checkpoint.root / part.folder
+    names = {file.rpartition("/")[2] for file in part.files}
+    owned = part.folder == "" or part.dialect == "dcp"
+    entries = set(os.listdir(folder))
+    if owned and entries - names <= {".metadata.tmp"} | {name for name in entries if name.endswith(".distcp")}:
+        shutil.rmtree(folder.resolve())
+        if folder.is_symlink():
+            folder.unlink()
+        return
+    for file in part.files:
+        (checkpoint.root / file).unlink()

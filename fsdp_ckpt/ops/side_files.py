@@ -1,0 +1,72 @@
+"""Find what a model folder needs beside its weights: config, tokenizer, generation settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_ckpt.layouts.composite import SIDE_FILES
+
+__all__ = ["SideFiles", "find_side_files"]
+
+_MAX_BYTES = 200_000_000
+_STEP_FOLDER = re.compile(
+    r"(checkpoint|step|global_step|iter|epoch)[-_]?\d+|pytorch_model.*|actor|sharded|dcp", re.IGNORECASE
+)
+_WANTED = ("config.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideFiles:
+    """Files to copy, by name, and the names of important ones that were not found.
+
+    Attributes:
+        files: Path by name.
+        missing: Of config.json and tokenizer_config.json.
+        config: The parsed config.json; empty without one.
+    """
+
+    files: Mapping[str, Path] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_side_files(source: Path) -> SideFiles:
+    """Look in a folder, beside it, and above it while folders are named like steps or parts; the nearest file wins."""
+    found: dict[str, Path] = {}
+    for folder in _places(source):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            name = path.name
+            if name in found or not SIDE_FILES.fullmatch(name) or not path.is_file():
+                continue
+            if path.stat().st_size <= _MAX_BYTES and not (name == "config.json" and not _is_model_config(path)):
+                found[name] = path
+    config = _load(found["config.json"]) if "config.json" in found else {}
+    return SideFiles(files=found, missing=tuple(name for name in _WANTED if name not in found), config=config)
+
+
+def _places(source: Path) -> Iterator[Path]:
+    here = source.resolve()
+    yield here
+    yield here / "huggingface"
+    while _STEP_FOLDER.fullmatch(here.name):
+        here = here.parent
+        yield here
+        yield here / "huggingface"
+
+
+def _is_model_config(path: Path) -> bool:
+    config = _load(path)
+    return bool({"model_type", "architectures", "auto_map", "hidden_size", "tie_word_embeddings"} & config.keys())
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,203 @@
+"""Write output files with several workers: open, fill, seal, make durable, give the final name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdp_ckpt.errors import NotEnoughSpace
+from fsdp_ckpt.run.checksum import BLOCK_BYTES, combine_crc, crc32
+from fsdp_ckpt.run.copy import CancelledError, Copier, CopyTask, TaskResult
+from fsdp_ckpt.store.publish import Staging, current_umask
+from fsdp_ckpt.store.syscalls import read_into, write_all
+
+__all__ = ["FileResult", "OutputSpec", "checksum_range", "write_files"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSpec:
+    """An output file.
+
+    Attributes:
+        name: Its name in the result.
+        size: Its bytes.
+        head: Its first bytes.
+        ranges: Byte range of each tensor in it, by name.
+        tasks: What fills it; ``CopyTask.file`` is this file's number.
+        seal: Given the CRC-32 of each tensor, returns what is still to be written, as (position, bytes).
+    """
+
+    name: str
+    size: int
+    head: bytes
+    ranges: Mapping[str, tuple[int, int]]
+    tasks: Sequence[tuple[str, CopyTask]]
+    seal: Callable[[Mapping[str, int]], Sequence[tuple[int, bytes]]] | None = None
+
+
+@dataclass(slots=True)
+class FileResult:
+    """What became of a file: results of its tasks, in the order of their positions, by tensor name."""
+
+    results: dict[str, list[tuple[CopyTask, TaskResult]]] = field(default_factory=dict)
+    crcs: dict[str, int] = field(default_factory=dict)
+
+
+class _Output:
+    """A file while it is written."""
+
+    def __init__(self, spec: OutputSpec, path: Path) -> None:
+        self.spec = spec
+        self.left = len(spec.tasks)
+        self.result = FileResult()
+        self.fd = os.open(
+            path,
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0),
+            0o666 & ~current_umask(),
+        )
+        os.ftruncate(self.fd, spec.size)
+        write_all(self.fd, spec.head, 0)
+
+
+class _Engine:
+    def __init__(
+        self, specs: Sequence[OutputSpec], staging: Staging, copier: Copier, *, durable: bool, need_crcs: bool
+    ) -> None:
+        self.staging = staging
+        self.copier = copier
+        self.durable = durable
+        self.need_crcs = need_crcs
+        self.specs = specs
+        self.todo = deque((number, name, task) for number, spec in enumerate(specs) for name, task in spec.tasks)
+        self.open: dict[int, _Output] = {}
+        self.done: dict[str, FileResult] = {}
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()
+
+    def work(self) -> None:
+        try:
+            while not self.copier.stop.is_set():
+                with self.lock:
+                    if not self.todo:
+                        return
+                    number, name, task = self.todo.popleft()
+                    output = self.output(number)
+                result = self.copier.run(task, output.fd)
+                with self.lock:
+                    output.result.results.setdefault(name, []).append((task, result))
+                    output.left -= 1
+                    is_last = output.left == 0
+                if is_last:
+                    self.finish(number, output)
+        except CancelledError:
+            pass
+        except BaseException as error:
+            with self.lock:
+                self.error = self.error or error
+            self.copier.stop.set()
+
+    def output(self, number: int) -> _Output:
+        found = self.open.get(number)
+        if found is None:
+            spec = self.specs[number]
+            path = self.staging.file(f"{spec.name}.part")
+            path.unlink(missing_ok=True)
+            found = self.open[number] = _Output(spec, path)
+        return found
+
+    def finish(self, number: int, output: _Output) -> None:
+        spec, result = output.spec, output.result
+        if spec.seal is not None or self.need_crcs:
+            result.crcs = {
+                name: _tensor_crc(output.fd, span, result.results.get(name, [])) for name, span in spec.ranges.items()
+            }
+        if spec.seal is not None:
+            for position, data in spec.seal(result.crcs):
+                write_all(output.fd, data, position)
+        if self.durable:
+            os.fsync(output.fd)
+        os.close(output.fd)
+        with self.lock:
+            del self.open[number]
+            self.done[spec.name] = result
+        self.staging.finish_file(spec.name)
+
+    def close(self) -> None:
+        for output in self.open.values():
+            os.close(output.fd)
+        self.open.clear()
+
+
+def write_files(
+    specs: Sequence[OutputSpec], staging: Staging, copier: Copier, *, jobs: int, durable: bool, need_crcs: bool
+) -> dict[str, FileResult]:
+    """Write files into a staging folder.
+
+    Args:
+        specs: The files.
+        staging: Where they go; each gets its final name once it is complete.
+        copier: Moves the bytes.
+        jobs: Worker threads.
+        durable: fsync each file before it gets its name.
+        need_crcs: Work out the CRC-32 of every tensor as written.
+
+    Returns:
+        The results, by file name.
+
+    Raises:
+        NotEnoughSpace: The disk is full after all.
+        Whatever a task raised first; files that were complete by then stay in the staging folder.
+    """
+    engine = _Engine(specs, staging, copier, durable=durable, need_crcs=need_crcs)
+    for number, spec in enumerate(specs):
+        if not spec.tasks:  # nothing but empty tensors
+            engine.finish(number, engine.output(number))
+    workers = [threading.Thread(target=engine.work, name=f"fsdp-ckpt-{n}", daemon=True) for n in range(jobs)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(0.2)
+    except BaseException:
+        copier.stop.set()
+        for worker in workers:
+            worker.join()
+        raise
+    finally:
+        engine.close()
+    if engine.error is not None:
+        raise _explain(engine.error, staging.destination)
+    return engine.done
+
+
+def checksum_range(fd: int, start: int, stop: int) -> int:
+    """Return the CRC-32 of a range of a file."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    found = 0
+    for position in range(start, stop, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, stop - position)]
+        found = crc32(block[: read_into(fd, block, position)], found)
+    return found
+
+
+def _tensor_crc(fd: int, span: tuple[int, int], results: Sequence[tuple[CopyTask, TaskResult]]) -> int:
+    """Put the checksums of a tensor's runs together; read the tensor back where one is missing."""
+    found: int | None = 0
+    for task, result in sorted(results, key=lambda item: item[0].position):
+        if found is None or result.crc32 is None:
+            found = None
+        else:
+            found = result.crc32 if task.position == span[0] else combine_crc(found, result.crc32, task.num_bytes)
+    return checksum_range(fd, *span) if found is None else found
+
+
+def _explain(error: BaseException, destination: Path) -> BaseException:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NotEnoughSpace(f"no space left while writing `{destination}`: {error.strerror}")
+    return error

@@ -1,0 +1,117 @@
+"""Find the raw bytes behind the chunks of a catalog."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from fsdp_ckpt.catalog import Chunk, Encoding, TensorEntry
+from fsdp_ckpt.codec.torchzip import resolve_item
+from fsdp_ckpt.errors import Incompatible, MalformedFile
+from fsdp_ckpt.store.local import LocalStore
+
+__all__ = ["Located", "Sources"]
+
+Located = tuple[LocalStore, Chunk]
+"""A RAW chunk and the store that its file is in."""
+
+_OVERHEAD_BYTES = 1 << 20
+
+
+class Sources:
+    """Resolves chunks to raw bytes; use as a context manager.
+
+    Compressed items are expanded into a folder of temporary files, which is removed at the end.
+
+    Args:
+        root: The checkpoint's root.
+        spill: Where temporary files may go; None for the system's folder.
+    """
+
+    def __init__(self, root: Path, *, spill: Path | None = None) -> None:
+        self.store = LocalStore(root)
+        self._spill_parent = spill
+        self._spill: LocalStore | None = None
+        self._lock = threading.Lock()
+        self._expanded: dict[tuple[str, int], Chunk] = {}
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.store.close()
+        if self._spill is not None:
+            self._spill.close()
+            shutil.rmtree(self._spill.root, ignore_errors=True)
+
+    def resolve(self, tensor: TensorEntry, chunk: Chunk) -> Located:
+        """Return where the elements of a chunk lie.
+
+        Raises:
+            MalformedFile: The record is damaged, or is not what the metadata say.
+            Incompatible: The record needs a package that is not installed.
+        """
+        match chunk.encoding:
+            case Encoding.RAW:
+                return self.store, chunk
+            case Encoding.TORCH_ZIP:
+                where = f"{chunk.file} (`{tensor.key}`)"
+                return self.store, resolve_item(chunk, tensor.dtype, self.store.reader(chunk.file), where=where)
+            case Encoding.ZSTD_TORCH_ZIP:
+                return self._expand(tensor, chunk)
+
+    def _expand(self, tensor: TensorEntry, chunk: Chunk) -> Located:
+        with self._lock:
+            if self._spill is None:
+                self._spill = LocalStore(Path(tempfile.mkdtemp(prefix="fsdp-ckpt-", dir=self._spill_parent)))
+            spill = self._spill
+            known = self._expanded.get((chunk.file, chunk.start))
+        where = f"{chunk.file} (`{tensor.key}`)"
+        if known is None:
+            name = f"{abs(hash((chunk.file, chunk.start))):x}-{chunk.start}"
+            limit = math.prod(chunk.lengths) * tensor.dtype.itemsize + _OVERHEAD_BYTES
+            size = self._decompress(chunk, spill.root / name, limit, where)
+            item = chunk._replace(file=name, start=0, stop=size, encoding=Encoding.TORCH_ZIP)
+            known = resolve_item(item, tensor.dtype, spill.reader(name), where=where)
+            with self._lock:
+                self._expanded[chunk.file, chunk.start] = known
+        return spill, known
+
+    def _decompress(self, chunk: Chunk, target: Path, limit: int, where: str) -> int:
+        try:
+            import zstandard
+        except ImportError:
+            raise Incompatible(f"{where} is compressed with zstd", hint="pip install 'fsdp-ckpt[zstd]'") from None
+        size = 0
+        try:
+            with self.store.descriptor(chunk.file) as fd, open(target, "wb") as out:
+                reader = _Range(fd, chunk.start, chunk.stop)
+                for piece in zstandard.ZstdDecompressor().read_to_iter(reader):
+                    size += len(piece)
+                    if size > limit:
+                        raise MalformedFile(f"{where}: expands to more than its {limit} bytes")
+                    out.write(piece)
+        except zstandard.ZstdError as error:
+            raise MalformedFile(f"{where}: broken zstd stream: {error}") from None
+        return size
+
+
+class _Range:
+    """A part of a file with the ``read`` that zstandard wants."""
+
+    def __init__(self, fd: int, start: int, stop: int) -> None:
+        self._fd = fd
+        self._position = start
+        self._stop = stop
+
+    def read(self, num_bytes: int) -> bytes:
+        piece = os.pread(self._fd, min(num_bytes, self._stop - self._position), self._position)
+        self._position += len(piece)
+        return piece

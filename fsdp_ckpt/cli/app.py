@@ -1,0 +1,77 @@
+"""The ``fsdp-ckpt`` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import fsdp_ckpt
+from fsdp_ckpt.cli import inspect as inspect_command
+from fsdp_ckpt.cli import merge as merge_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="fsdp-ckpt",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help starts three times sooner
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Start here:
+  fsdp-ckpt inspect CHECKPOINT          what is in it, and is it whole?
+  fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
+\b
+Exit codes: 0 ok, 2 usage, 3 no checkpoint, 4 corrupt or incomplete, 5 destination
+exists, 6 not enough disk or memory, 8 incompatible, 70 internal, 130/143 signals.
+""",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fsdp-ckpt {fsdp_ckpt.__version__}")
+        raise typer.Exit
+
+
+def _debug(wanted: bool) -> None:
+    if wanted:
+        os.environ["FSDP_CKPT_DEBUG"] = "1"
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks. Also FSDP_CKPT_DEBUG=1.")
+    ] = False,
+) -> None:
+    """Look into, check and merge checkpoints of PyTorch FSDP, without torch and without running their pickles."""
+
+
+app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
+app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
+for _alias in ("merge-weights", "consolidate"):
+    app.command(_alias, hidden=True, epilog=merge_command.EXAMPLES)(merge_command.merge)
+
+
+def complete_arguments(arguments: list[str]) -> list[str]:
+    """Give ``--tensors`` its default GLOB where none follows: at the end, before an option, before an existing path."""
+    result = list(arguments)
+    for position, argument in enumerate(arguments):
+        if argument == "--tensors":
+            following = arguments[position + 1 : position + 2]
+            if not following or following[0].startswith("-") or os.path.exists(following[0]):
+                result[position] = "--tensors=*"
+    return result
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.argv[1:] = complete_arguments(sys.argv[1:])
+    app(prog_name="fsdp-ckpt")

@@ -1,0 +1,95 @@
+"""From exceptions to messages and exit codes, in one place.
+
+Exit codes: 0 ok, 1 findings, 2 usage, 3 no or unknown checkpoint, 4 corrupt or incomplete, 5 destination exists,
+6 not enough memory or disk, 8 incompatible, 70 internal, 130 and 143 signals.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+
+from fsdp_ckpt.cli.out import error_lines
+from fsdp_ckpt.errors import FsdpCkptError
+
+__all__ = ["TerminatedError", "guard"]
+
+_INTERNAL = 70
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM arrived; everything that cleans up after Ctrl-C cleans up after this, too."""
+
+
+def guard(command: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command so that it ends with a message and the right exit code, never with a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        signal.signal(signal.SIGTERM, _terminate)
+        try:
+            return command(*args, **kwargs)
+        except FsdpCkptError as error:
+            _explain(error.message, error.hint)
+            raise typer.Exit(error.exit_code) from None
+        except TerminatedError:
+            _explain("stopped by SIGTERM; nothing half-written was left", None)
+            raise typer.Exit(128 + signal.SIGTERM) from None
+        except KeyboardInterrupt:
+            _explain("interrupted; nothing half-written was left", _resume_hint())
+            raise typer.Exit(128 + signal.SIGINT) from None
+        except BrokenPipeError:
+            _close_pipe()
+            raise typer.Exit(0) from None
+        except MemoryError:
+            _explain("not enough memory", None)
+            raise typer.Exit(6) from None
+        except OSError as error:
+            _explain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), None)
+            raise typer.Exit(6 if error.errno in (errno.ENOSPC, errno.EDQUOT) else _INTERNAL) from None
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            _explain(
+                f"internal error: {type(error).__name__}: {error}",
+                "this is a bug in fsdp-ckpt; run again with FSDP_CKPT_DEBUG=1 and report the traceback",
+            )
+            raise typer.Exit(_INTERNAL) from None
+
+    return run
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise TerminatedError
+
+
+def _explain(message: str, hint: str | None) -> None:
+    if os.environ.get("FSDP_CKPT_DEBUG") == "1" and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    for line in error_lines(message, hint):
+        print(line, file=sys.stderr)
+
+
+def _resume_hint() -> str | None:
+    arguments: list[Any] = sys.argv[1:]
+    if not arguments or arguments[0] != "merge" or "--resume" in arguments:
+        return None
+    import shlex
+
+    return f"to go on where it stopped: fsdp-ckpt {shlex.join(arguments)} --resume"
+
+
+def _close_pipe() -> None:
+    # Python would complain once more when it flushes stdout at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,91 @@
+"""The command line: `python -m benchmarks`, or `make bench`."""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.budgets import judge
+from benchmarks.cases import CASES, Settings
+from benchmarks.compare import compare
+from benchmarks.machine import describe
+from benchmarks.measure import CommandFailedError
+from fsdp_ckpt.errors import UsageError
+from fsdp_ckpt.units import format_size, parse_size
+
+
+def main() -> int:
+    """Run the chosen cases and report; 0 when every command ran, 1 when one failed, 2 for a wrong command line."""
+    args = _parser().parse_args()
+    names = [name for name in CASES if name in (args.only or CASES)]
+    # The large checkpoint of the memory case and its merged copy are the most that lies there at one time.
+    free_bytes, need_bytes = shutil.disk_usage(args.work).free, 5 * args.size
+    if free_bytes < need_bytes:
+        _tell(f"{format_size(need_bytes)} of free disk are needed, {format_size(free_bytes)} are there; see --work")
+        return 1
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="fsdp-ckpt-bench-", dir=args.work, ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
+        os.environ["TMPDIR"] = folder  # whatever a command leaves in the folder for temporary files goes with ours
+        settings = Settings(work=work, size_bytes=args.size, rounds=args.rounds, chunks=tuple(args.chunks))
+        machine = describe(work)
+        results = {}
+        try:
+            for name in names:
+                results[name] = compare(CASES[name](settings), log=work / "log", tell=_tell)
+        except CommandFailedError as error:
+            _tell(f"cannot make the input: {error}")
+            return 1
+    budgets = judge(results, settings.chunks)
+    if args.json:
+        report.write(args.json, report.to_json(machine, results, budgets))
+    if args.write_docs:
+        report.write(args.write_docs, report.to_markdown(machine, results, budgets))
+    report.show(machine, results, budgets)
+    return 1 if any(series.problem for result in results.values() for series in result.series) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure fsdp-ckpt beside cp and others.")
+    parser.add_argument("--size", type=_size, default="2GB", help="size of the generated checkpoint (default: 2GB)")
+    parser.add_argument("--rounds", type=_positive, default=5, help="counted rounds of each case (default: 5)")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), help="cases to run (default: all)")
+    parser.add_argument(
+        "--chunks",
+        type=_positive,
+        nargs="+",
+        default=[1_000_000],
+        help="chunks of the metadata for inspect (default: 1000000; 14000000 needs minutes and 3 GB of disk)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--write-docs", type=Path, metavar="FILE", help="write the Markdown page, docs/benchmarks.md")
+    parser.add_argument(
+        "--work", type=Path, default=tempfile.gettempdir(), metavar="DIR", help="where to make the scratch folder"
+    )
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

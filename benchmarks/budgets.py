@@ -1,0 +1,152 @@
+"""Hold the results against the budgets: what must be reached, what is aimed at, what was measured."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks import cases
+from benchmarks.compare import Comparison
+from benchmarks.measure import Series
+from benchmarks.synthetic import Synthetic
+from fsdp_ckpt.units import format_size
+
+_MILLION = 1_000_000
+_NOT_MEASURED = "not measured"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """One budget and how it was kept.
+
+    Attributes:
+        what: The quantity.
+        must: What must be reached.
+        aim: What is aimed at.
+        measured: What was measured, or why it was not.
+        of_must: Measured over must; None when not measured. Above 1 is a miss, unless more is better.
+        is_met: Whether the must was reached; None when not measured.
+    """
+
+    what: str
+    must: str
+    aim: str
+    measured: str
+    of_must: float | None = None
+    is_met: bool | None = None
+
+
+def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Budget, ...]:
+    """Return every budget that concerns inspect and merge, in a fixed order.
+
+    Args:
+        results: Comparisons by the name of their case; cases that did not run may be absent.
+        chunks: Sizes of the synthetic metadata that were asked for, chunks.
+    """
+    start_up, scale = results.get("inspect"), results.get("scale")
+    merge, cast, memory = results.get("merge"), results.get("cast"), results.get("memory")
+    help_s = _from(start_up, cases.HELP, _cpu_s)
+    inspect_s = _from(start_up, cases.INSPECT, _cpu_s)
+    plan_s = _from(scale, cases.DRY_RUN, _wall_s)
+    cp, cp_sync = cases.CP, cases.CP_SYNC
+    return (
+        _at_most("`fsdp-ckpt --help`, CPU", help_s, 0.25, 0.12, _milliseconds),
+        _at_most("`fsdp-ckpt inspect` of 150 tensors, CPU", inspect_s, 0.4, 0.2, _milliseconds),
+        *(budget for num_chunks in chunks for budget in _inspect_budgets(scale, num_chunks)),
+        _at_most(f"`fsdp-ckpt merge --dry-run` of {cases.SPARSE.num_chunks:,} chunks", plan_s, 30, None, _seconds),
+        _at_most("`merge --no-fsync`, CRC checked, against `cp`", _ratio(merge, cases.MERGE_NO_FSYNC, cp), 1.25, 1.05),
+        _at_most("`merge`, durable, against `cp && sync`", _ratio(merge, cases.MERGE, cp_sync), 1.0, 0.7),
+        _at_least("`accelerate merge-weights` against `merge`", _ratio(merge, cases.ACCELERATE, cases.MERGE), 5, 10),
+        _at_most("`--dtype bfloat16 --no-fsync` against `cp`", _ratio(cast, cases.CAST_NO_FSYNC, cp), 1.5, 1.1),
+        _at_most("Peak RSS of any merge", _most_rss([merge, cast, memory]), 128e6, 48e6, format_size),
+        _at_most("Peak RSS of a merge, large against small", _rss_growth(memory), 1.05, 1.0),
+        Budget(
+            what="`merge` of a checkpoint that we saved, on XFS or btrfs",
+            must="no data copied",
+            aim="< 1 s for any size",
+            measured=f"{_NOT_MEASURED}: needs such a file system and a checkpoint that we saved",
+        ),
+    )
+
+
+def _inspect_budgets(scale: Comparison | None, chunks: int) -> list[Budget]:
+    """Judge `inspect` at one size: up to a million chunks there are a time and a memory to keep, above it a memory."""
+    num_chunks = Synthetic.of_chunks(chunks).num_chunks
+    what = f"`fsdp-ckpt inspect` of {num_chunks:,} chunks"
+    series = scale.find(cases.inspect_name(num_chunks)) if scale else None
+    wall_s, rss_bytes = (series.wall_s, series.rss_bytes) if series else (None, None)
+    if num_chunks <= _MILLION:
+        return [
+            _at_most(what, wall_s, 8, 5, _seconds),
+            _at_most(f"{what}, peak RSS", rss_bytes, 1.5e9, 0.5e9, format_size),
+        ]
+    if series and series.samples[-1].exit_code == cases.REFUSED:
+        said = f"refused after {_seconds(series.wall_s)}"
+        return [Budget(what=what, must="completes in 24 GB or is refused", aim="", measured=said, is_met=True)]
+    return [_at_most(f"{what}, peak RSS", rss_bytes, 24e9, None, format_size)]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else _milliseconds(seconds)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g} x"
+
+
+def _at_most(
+    what: str, value: float | None, must: float, aim: float | None, show: Callable[[float], str] = _times
+) -> Budget:
+    return Budget(
+        what=what,
+        must=f"<= {show(must)}",
+        aim=f"<= {show(aim)}" if aim is not None else "",
+        measured=_NOT_MEASURED if value is None else show(value),
+        of_must=None if value is None else value / must,
+        is_met=None if value is None else value <= must,
+    )
+
+
+def _at_least(what: str, value: float | None, must: float, aim: float) -> Budget:
+    return Budget(
+        what=what,
+        must=f">= {_times(must)}",
+        aim=f">= {_times(aim)}",
+        measured=_NOT_MEASURED if value is None else _times(value),
+        of_must=None if value is None else value / must,
+        is_met=None if value is None else value >= must,
+    )
+
+
+def _wall_s(series: Series) -> float:
+    return series.wall_s
+
+
+def _cpu_s(series: Series) -> float:
+    return series.cpu_s
+
+
+def _rss_bytes(series: Series) -> float:
+    return series.rss_bytes
+
+
+def _from(comparison: Comparison | None, name: str, quantity: Callable[[Series], float]) -> float | None:
+    series = comparison.find(name) if comparison else None
+    return quantity(series) if series else None
+
+
+def _ratio(comparison: Comparison | None, numerator: str, denominator: str) -> float | None:
+    return comparison.ratio(numerator, denominator) if comparison else None
+
+
+def _most_rss(comparisons: Sequence[Comparison | None]) -> float | None:
+    every = [series for comparison in comparisons if comparison for series in comparison.series]
+    merges = [series for series in every if series.name.startswith(cases.MERGE) and series.samples]
+    return max((series.rss_bytes for series in merges), default=None)
+
+
+def _rss_growth(memory: Comparison | None) -> float | None:
+    small, large = (_from(memory, name, _rss_bytes) for name in (cases.MERGE_SMALL, cases.MERGE_LARGE))
+    return large / small if small and large else None

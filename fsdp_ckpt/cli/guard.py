@@ -60,7 +60,7 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(6 if error.errno in (errno.ENOSPC, errno.EDQUOT) else _INTERNAL) from None
         except (typer.Exit, typer.Abort):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the last resort of the command line
             _explain(
                 f"internal error: {type(error).__name__}: {error}",
                 "this is a bug in fsdp-ckpt; run again with FSDP_CKPT_DEBUG=1 and report the traceback",
@@ -70,7 +70,7 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise TerminatedError
 
 

@@ -158,12 +158,14 @@ def _tree(console: Console, part: PartReport) -> None:
         path = tuple(group.pattern.split("."))
         for depth in range(len(path) + 1):
             sizes[path[:depth]] = sizes.get(path[:depth], 0) + group.num_bytes
-    nodes = {(): Tree(_text(f"{part.name}  {format_size(sizes[()])}", "bold"), guide_style="dim")}
+    nodes: dict[tuple[str, ...], Tree] = {
+        (): Tree(_text(f"{part.name}  {format_size(sizes[()])}", "bold"), guide_style="dim")
+    }
     leaves = {tuple(group.pattern.split(".")): group for group in group_tensors(part.tensors)}
     for path, num_bytes in sizes.items():
         if path:
-            group = leaves.get(path)
-            tail = f"  {_shape(group.shape)} {group.dtype}" if group else ""
+            leaf = leaves.get(path)
+            tail = f"  {_shape(leaf.shape)} {leaf.dtype}" if leaf is not None else ""
             nodes[path] = nodes[path[:-1]].add(_text(f"{path[-1]}  {format_size(num_bytes)}{tail}"))
     console.print()
     console.print(nodes[()])

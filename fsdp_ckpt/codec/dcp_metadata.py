@@ -148,7 +148,7 @@ def _sizes(value: Any, where: str) -> Shape:
 
 def _box(chunk: Any, where: str) -> tuple[Shape, Shape]:
     if type(chunk) is tuple:
-        return chunk  # type: ignore[return-value]
+        return chunk
     return _sizes(chunk.get("offsets"), where), _sizes(chunk.get("sizes"), where)
 
 

@@ -100,7 +100,7 @@ def _table() -> dict[str, Global]:
         "torch.serialization._get_layout": Constructor("torch.serialization._get_layout", _layout),
         "torch._utils._get_layout": Constructor("torch._utils._get_layout", _layout),
         "collections.OrderedDict": Constructor("collections.OrderedDict", _ordered_dict),
-        "collections.defaultdict": Constructor("collections.defaultdict", lambda m, args: {}),
+        "collections.defaultdict": Constructor("collections.defaultdict", lambda _machine, _args: {}),
         "collections.deque": Constructor("collections.deque", _copy(list)),
         "collections.Counter": Constructor("collections.Counter", _copy(dict)),
         "_codecs.encode": Constructor("_codecs.encode", _encode),
@@ -115,8 +115,8 @@ def _table() -> dict[str, Global]:
         }
         for kind in (set, frozenset, list, tuple, dict, bytes, bytearray):
             table[f"{module}.{kind.__name__}"] = Constructor(f"builtins.{kind.__name__}", _copy(kind))
-        for kind in (int, float, str, bool, object):
-            table[f"{module}.{kind.__name__}"] = record(f"builtins.{kind.__name__}")
+        for name in ("int", "float", "str", "bool", "object"):
+            table[f"{module}.{name}"] = record(f"builtins.{name}")
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
             table[f"{module}.{name}"] = Constructor(f"pathlib.{name}", _path)

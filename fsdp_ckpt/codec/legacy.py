@@ -19,6 +19,7 @@ __all__ = ["is_legacy", "load_legacy"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\x0a" + _MAGIC.to_bytes(10, "little")
+_FIRST_BYTES = 1 << 20
 _MAX_PICKLES_BYTES = 1 << 28
 
 
@@ -41,17 +42,7 @@ def load_legacy(read_at: ReadAt, size: int, *, where: str, allow_unknown: bool =
         storage = storage_from_pid(pid)
         return storages.setdefault(storage.key, storage)
 
-    num_bytes = 1 << 20
-    while True:
-        data = read_at(0, min(num_bytes, size))
-        try:
-            value, keys, position = _pickles(data, persistent, where, allow_unknown)
-            break
-        except MalformedFile:
-            if len(data) == size or num_bytes >= _MAX_PICKLES_BYTES:
-                raise
-            num_bytes *= 4
-            storages.clear()
+    value, keys, position = _read_pickles(read_at, size, persistent, where, allow_unknown)
     records: dict[str, ZipRecord] = {}
     for key in keys:
         storage = storages.get(key)
@@ -67,6 +58,20 @@ def load_legacy(read_at: ReadAt, size: int, *, where: str, allow_unknown: bool =
     if set(storages) - set(keys):
         raise MalformedFile(f"{where}: storages are missing")
     return Archive(where, read_at, 0, size, records, has_crc=False), value
+
+
+def _read_pickles(
+    read_at: ReadAt, size: int, persistent: Any, where: str, allow_unknown: bool
+) -> tuple[Any, list[str], int]:
+    """Run the pickles; how long they are shows only then, so more is read when they did not end."""
+    num_bytes = min(_FIRST_BYTES, size)
+    while True:
+        try:
+            return _pickles(read_at(0, num_bytes), persistent, where, allow_unknown)
+        except MalformedFile:
+            if num_bytes == size or num_bytes >= _MAX_PICKLES_BYTES:
+                raise
+            num_bytes = min(4 * num_bytes, size)
 
 
 def _pickles(data: bytes, persistent: Any, where: str, allow_unknown: bool) -> tuple[Any, list[str], int]:

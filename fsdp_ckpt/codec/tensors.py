@@ -154,7 +154,7 @@ def _first_tensor(machine: Machine, args: tuple[Any, ...]) -> Any:
 
 
 def _from_type(machine: Machine, args: tuple[Any, ...]) -> Any:
-    # _rebuild_from_type_v2(function, type, arguments, state)
+    # torch/_tensor.py: function, type, arguments and state
     if len(args) != 4:
         raise machine.malformed("_rebuild_from_type_v2 with unexpected arguments")
     function, kind, inner, state = args
@@ -217,7 +217,7 @@ def _placement(machine: Machine, placement: Any) -> tuple[str | int, ...]:
         factor = placement.get("split_factor", placement.args[1] if len(placement.args) > 1 else None)
         if kind == "_StridedShard" and type(dim) is int and type(factor) is int:
             return ("strided", dim, factor)
-        if kind == "Partial" or kind == "_Partial":
+        if kind in {"Partial", "_Partial"}:
             return ("partial",)
     raise machine.malformed(f"{placement!r:.80} is no placement")
 

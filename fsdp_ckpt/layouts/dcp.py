@@ -17,9 +17,8 @@ from fsdp_ckpt.catalog import Chunk, Encoding, ObjectEntry, Part, Problem, Role,
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo, read_metadata
 from fsdp_ckpt.codec.safetensors import Header, read_header
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
-from fsdp_ckpt.layouts.faults import coverage_problems
+from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, split_roles
-from fsdp_ckpt.names import is_flat_param
 from fsdp_ckpt.plan.boxes import Box
 from fsdp_ckpt.store.local import Folder
 
@@ -56,62 +55,44 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     """
     data_files = {file: size for file, size in folder.files.items() if file.endswith(".distcp")}
     per_rank = sorted(file for file in folder.files if RANK_METADATA.fullmatch(file))
-    world_size = _world_size(data_files, per_rank)
-    problems = list(_leftovers(folder))
     sources = [".metadata"] if ".metadata" in folder.files else per_rank
+    frame = Part(
+        name=name or "model",
+        role=role or Role.MODEL,
+        dialect="dcp",
+        folder=folder.prefix.rstrip("/"),
+        files={folder.prefix + file: size for file, size in data_files.items()},
+        world_size=_world_size(data_files, per_rank),
+        problems=list(_leftovers(folder)),
+    )
     if not sources:
         what = f"{len(data_files)} data files, but no .metadata" if data_files else "neither .metadata nor data files"
-        problems.insert(
-            0, _problem(Severity.ERROR, "missing-metadata", folder, ".metadata", f"{what}: a save was cut off")
-        )
-        return [
-            Part(
-                name=name or "model",
-                role=role or Role.MODEL,
-                dialect="dcp",
-                folder=folder.prefix.rstrip("/"),
-                files={folder.prefix + file: size for file, size in data_files.items()},
-                world_size=world_size,
-                problems=problems,
-            )
-        ]
+        missing = _problem(Severity.ERROR, "missing-metadata", folder, ".metadata", f"{what}: a save was cut off")
+        return [replace(frame, problems=[missing, *frame.problems])]
     build = _Builder(folder)
     with _no_gc():
         for source in sources:
             build.add(read_metadata(folder.store.read(folder.prefix + source), where=folder.prefix + source))
-    problems += build.problems()
-    files = {folder.prefix + file: size for file, size in folder.files.items() if file in build.ends}
-    files |= {folder.prefix + source: folder.files[source] for source in sources}
-    parts = []
+    files = {folder.prefix + file: folder.files[file] for file in folder.files if file in build.ends or file in sources}
+    frame = replace(frame, files=files, writer=build.writer)
+    problems = [*frame.problems, *build.problems()]
     splits = split_roles(build.paths.items(), default=role or Role.MODEL)
-    for number, split in enumerate(splits):
-        tensors = {
-            key: replace(build.tensors[key], name=split.names[key]) for key in split.names if key in build.tensors
-        }
-        objects = {
-            key: replace(build.objects[key], name=split.names[key]) for key in split.names if key in build.objects
-        }
-        single = name if name is not None and (len(splits) == 1 or number == 0) else None
-        own = list(coverage_problems(tensors.values(), key_prefix=folder.prefix))
+    parts = []
+    for split in splits:
+        tensors = {key: replace(build.tensors[key], name=n) for key, n in split.names.items() if key in build.tensors}
+        objects = {key: replace(build.objects[key], name=n) for key, n in split.names.items() if key in build.objects}
         parts.append(
-            Part(
-                name=single or split.name,
+            replace(
+                frame,
+                name=split.name if parts or name is None else name,
                 role=role if role is not None and len(splits) == 1 else split.role,
-                dialect="dcp",
-                folder=folder.prefix.rstrip("/"),
-                files=files,
                 tensors=tensors,
                 objects=objects,
-                world_size=world_size,
-                writer=build.writer,
-                flat=_flat_reason(tensors),
-                problems=(*problems, *own) if number == 0 else own,
+                flat=flat_reason(tensors.values()),
+                problems=[*([] if parts else problems), *coverage_problems(tensors.values(), prefix=folder.prefix)],
             )
         )
-    return parts or [
-        Part(name=name or "model", role=role or Role.MODEL, dialect="dcp", folder=folder.prefix.rstrip("/"), files=files,
-             world_size=world_size, writer=build.writer, problems=problems)
-    ]  # fmt: skip
+    return parts or [replace(frame, problems=problems)]
 
 
 @dataclass
@@ -274,13 +255,6 @@ def _leftovers(folder: Folder) -> Iterator[Problem]:
 
 def _problem(severity: Severity, code: str, folder: Folder, where: str, message: str) -> Problem:
     return Problem(severity=severity, code=code, where=folder.prefix + where, message=message)
-
-
-def _flat_reason(tensors: Mapping[str, TensorEntry]) -> str | None:
-    flat = [entry.name for entry in tensors.values() if is_flat_param(entry.name)]
-    if not flat:
-        return None
-    return f"`{flat[0]}` is an FSDP1 flat parameter: names and shapes of the tensors in it are not in the files"
 
 
 @contextmanager

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fsdp_ckpt.catalog import Problem, Severity, Shape, TensorEntry
+from fsdp_ckpt.names import is_flat_param
 from fsdp_ckpt.plan.boxes import Box, Coverage, check_coverage
 
-__all__ = ["coverage_problems", "describe_box", "describe_coverage"]
+__all__ = ["coverage_problems", "describe_box", "describe_coverage", "flat_reason"]
 
 
-def coverage_problems(tensors: Iterable[TensorEntry], *, key_prefix: str = "") -> Iterator[Problem]:
+def coverage_problems(tensors: Iterable[TensorEntry], *, prefix: str = "") -> Iterator[Problem]:
     """Yield one problem for each tensor that its chunks do not tile exactly."""
     for tensor in tensors:
         coverage = check_coverage(tensor.shape, [(chunk.offsets, chunk.lengths) for chunk in tensor.chunks])
         if not coverage.is_exact:
             code, message = describe_coverage(tensor, coverage)
-            yield Problem(severity=Severity.ERROR, code=code, where=key_prefix + tensor.key, message=message)
+            yield Problem(severity=Severity.ERROR, code=code, where=prefix + tensor.key, message=message)
+
+
+def flat_reason(tensors: Iterable[TensorEntry]) -> str | None:
+    """Return why tensors cannot be named, None when they can: FSDP1 flat parameters keep no names."""
+    flat = next((tensor.name for tensor in tensors if is_flat_param(tensor.name)), None)
+    if flat is None:
+        return None
+    return f"`{flat}` is an FSDP1 flat parameter: names and shapes of the tensors in it are not in the files"
 
 
 def describe_coverage(tensor: TensorEntry, coverage: Coverage) -> tuple[str, str]:

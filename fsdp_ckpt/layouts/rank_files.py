@@ -18,9 +18,9 @@ from typing import Any
 from fsdp_ckpt.catalog import ObjectEntry, Part, Problem, Role, Severity, TensorEntry
 from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.errors import CorruptCheckpoint
-from fsdp_ckpt.layouts.faults import coverage_problems
+from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, role_of, split_roles
-from fsdp_ckpt.layouts.torch_file import TorchFile, flat_reason, open_torch_file, sharded_entry
+from fsdp_ckpt.layouts.torch_file import TorchFile, open_torch_file, sharded_entry
 from fsdp_ckpt.store.local import Folder
 
 __all__ = ["RankGroup", "group_rank_files", "read_rank_files"]
@@ -83,7 +83,7 @@ def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
         problems = [p for p in gather.problems if p.where in tensors]
         if number == 0 and missing:
             problems.insert(0, _missing_ranks(folder, group, missing))
-        flat = flat_reason(tensors) or _local_slices(gather, tensors)
+        flat = flat_reason(tensors.values()) or _local_slices(gather, tensors)
         if flat is None:
             problems += coverage_problems(tensors.values())
         parts.append(

@@ -13,14 +13,13 @@ from fsdp_ckpt.codec.legacy import is_legacy, load_legacy
 from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import Archive, locate, open_archive
 from fsdp_ckpt.errors import IncompleteCheckpoint, UnknownLayout
-from fsdp_ckpt.layouts.faults import coverage_problems
+from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.mesh import local_boxes
 from fsdp_ckpt.layouts.roles import KeyPath, split_roles
-from fsdp_ckpt.names import is_flat_param
 from fsdp_ckpt.store.local import LocalStore
 
-__all__ = ["TorchFile", "flat_reason", "open_torch_file", "open_torch_value", "read_torch_file", "sharded_entry"]
+__all__ = ["TorchFile", "open_torch_file", "open_torch_value", "read_torch_file", "sharded_entry"]
 
 
 @dataclass
@@ -144,7 +143,7 @@ def read_torch_file(store: LocalStore, file: str, *, name: str | None = None, ro
                 tensors=tensors,
                 objects=objects,
                 world_size=1,
-                flat=flat_reason(tensors),
+                flat=flat_reason(tensors.values()),
                 problems=(*problems, *coverage_problems(whole)),
             )
         )
@@ -174,14 +173,6 @@ def sharded_entry(key: str, name: str, value: DTensorRef | ShardedTensorRef, chu
         chunks=tuple(chunks),
         placements=", ".join(shown),
     )
-
-
-def flat_reason(tensors: dict[str, TensorEntry]) -> str | None:
-    """Return why tensors cannot be named, None when they can."""
-    flat = next((entry.name for entry in tensors.values() if is_flat_param(entry.name)), None)
-    if flat is None:
-        return None
-    return f"`{flat}` is an FSDP1 flat parameter: names and shapes of the tensors in it are not in the files"
 
 
 def _slice_problem(entry: TensorEntry, value: DTensorRef | ShardedTensorRef) -> list[Problem]:

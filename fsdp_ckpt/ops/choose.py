@@ -76,7 +76,7 @@ def refuse_incomplete(part: Part, *, path: str) -> None:
     if part.flat is not None:
         raise FlatParameters(
             f"{part.name}: {part.flat}",
-            hint="load it with the wrapped model it was saved from, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            hint="load it into the wrapped model it was saved from, and save that as SHARDED_STATE_DICT",
         )
     errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
     if errors:

@@ -241,7 +241,8 @@ def group_tensors(tensors: Iterable[TensorReport]) -> list[TensorGroup]:
     """Collapse repeated layers: tensors whose names differ only in numbers, with equal shape and dtype.
 
     Example:
-        >>> rows = [TensorReport(name=f"layers.{i}.w", shape=(2,), dtype="float32", shards=1, num_bytes=8) for i in range(3)]
+        >>> common = {"shape": (2,), "dtype": "float32", "shards": 1, "num_bytes": 8}
+        >>> rows = [TensorReport(name=f"layers.{i}.w", **common) for i in range(3)]
         >>> [(group.pattern, group.count) for group in group_tensors(rows)]
         [('layers.{0..2}.w', 3)]
     """

@@ -202,10 +202,10 @@ def merge_fsdp_weights(
 
 
 def _lay_out(plan: MergePlan, destination: Path) -> _Job:
-    format = plan.options.format
-    files = split_files(plan.selection.tensors, max_shard_bytes=plan.max_shard_bytes, pattern=PATTERNS[format])
+    style = plan.options.format
+    files = split_files(plan.selection.tensors, max_shard_bytes=plan.max_shard_bytes, pattern=PATTERNS[style])
     specs = [
-        lay_out_bin(file, number, plan.selection.tied) if format == "bin" else lay_out_safetensors(file, number)
+        lay_out_bin(file, number, plan.selection.tied) if style == "bin" else lay_out_safetensors(file, number)
         for number, file in enumerate(files)
     ]
     return _Job(
@@ -241,6 +241,7 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
         resume=options.resume,
         shared=share is not None,
     )
+    crcs: dict[str, dict[str, int]] = {}
     mine = list(enumerate(job.specs)) if share is None else share.of(job.specs)
     try:
         todo = [spec for _, spec in mine if not _is_finished(staging, spec, options)]
@@ -261,7 +262,8 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
                 return _report(job, done, begun, free=free, pending=pending)
         with publish_lock(staging, shared=share is not None) as still_there:
             if still_there:
-                crcs = _load_crcs(staging, job.specs) if options.remove_source else {}
+                if options.remove_source:
+                    crcs = _load_crcs(staging, job.specs)
                 _publish(job, staging)
     except KeyboardInterrupt:
         if any(spec.name in os.listdir(staging.path) for spec in job.specs):
@@ -306,7 +308,9 @@ def _publish(job: _Job, staging: Staging) -> None:
         os.chmod(staging.file(name), mode)
     if len(job.specs) > 1:
         name = PATTERNS[job.plan.options.format].format(suffix="") + ".index.json"
-        staging.file(name).write_bytes(index_json(job.files, job.plan.selection.tied, format=job.plan.options.format))
+        staging.file(name).write_bytes(
+            index_json(job.files, job.plan.selection.tied, keep_tied=job.plan.options.format == "bin")
+        )
     staging.publish(durable=job.plan.options.fsync)
 
 

@@ -72,10 +72,10 @@ def lay_out_bin(file: OutputFile, number: int, tied: Mapping[str, str]) -> Outpu
     )
 
 
-def index_json(files: Sequence[OutputFile], tied: Mapping[str, str], *, format: str) -> bytes:
-    """Return the index of several files, as transformers writes it."""
+def index_json(files: Sequence[OutputFile], tied: Mapping[str, str], *, keep_tied: bool) -> bytes:
+    """Return the index of several files, as transformers writes it; ``keep_tied`` lists tied names, too."""
     weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    if format == "bin":
+    if keep_tied:
         weight_map |= {name: weight_map[kept] for name, kept in tied.items()}
     total = sum(file.num_bytes for file in files)
     parameters = sum(tensor.source.numel for file in files for tensor in file.tensors)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_ckpt.catalog import DType, Encoding, ObjectEntry
-from fsdp_ckpt.codec.pickles import Constructor, Opaque, Record
+from fsdp_ckpt.codec.pickles import Opaque, Record
 from fsdp_ckpt.codec.tensors import TORCH, DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import open_archive
 from fsdp_ckpt.errors import FsdpCkptError, MalformedFile
@@ -60,34 +61,40 @@ def _expand(data: bytes, where: str) -> bytes:
 def to_plain(value: Any, depth: int = 0) -> Any:
     """Return numbers, texts, lists and dictionaries as they are (long ones cut), anything else as a text about it."""
     if value is None or isinstance(value, bool | int | float):
-        return value if not isinstance(value, int) or abs(value) < 2**63 else str(value)
+        return str(value) if isinstance(value, int) and abs(value) >= 2**63 else value
     if isinstance(value, str):
         return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
-    if isinstance(value, bytes):
-        return f"<{len(value)} bytes>"
-    if isinstance(value, TensorRef):
-        return _tensor_text("tensor", value.dtype, value.shape)
-    if isinstance(value, DTensorRef):
-        return _tensor_text("DTensor", value.local.dtype, value.shape)
-    if isinstance(value, ShardedTensorRef):
-        return _tensor_text("ShardedTensor", value.dtype, value.shape)
-    if isinstance(value, Opaque):
-        return repr(value)
-    if isinstance(value, Record):
-        return _record_text(value)
-    if isinstance(value, DType | Constructor):
-        return f"torch.{value.name}" if isinstance(value, DType) else repr(value)
-    if depth >= _MAX_DEPTH:
-        return "…"
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        return "…" if depth >= _MAX_DEPTH else _container(value, depth)
+    return _describe(value)
+
+
+def _container(value: Any, depth: int) -> Any:
+    more = len(value) - _MAX_ITEMS
+    first = itertools.islice(value, _MAX_ITEMS)
     if isinstance(value, Mapping):
-        shown = {str(key): to_plain(item, depth + 1) for key, item in list(value.items())[:_MAX_ITEMS]}
-        if len(value) > _MAX_ITEMS:
-            shown["…"] = f"{len(value) - _MAX_ITEMS} more"
-        return shown
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, range):
-        items = [to_plain(item, depth + 1) for item in list(value)[:_MAX_ITEMS]]
-        return [*items, f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else items
-    return repr(value)[:_MAX_TEXT]
+        shown = {str(key)[:_MAX_TEXT]: to_plain(value[key], depth + 1) for key in first}
+        return shown | {"…": f"{more} more"} if more > 0 else shown
+    items = [to_plain(item, depth + 1) for item in first]
+    return [*items, f"… {more} more"] if more > 0 else items
+
+
+def _describe(value: Any) -> str:
+    match value:
+        case bytes():
+            return f"<{len(value)} bytes>"
+        case TensorRef():
+            return _tensor_text("tensor", value.dtype, value.shape)
+        case DTensorRef():
+            return _tensor_text("DTensor", value.local.dtype, value.shape)
+        case ShardedTensorRef():
+            return _tensor_text("ShardedTensor", value.dtype, value.shape)
+        case DType():
+            return f"torch.{value.name}"
+        case Record() if not isinstance(value, Opaque):
+            return _record_text(value)
+        case _:
+            return repr(value)[:_MAX_TEXT]
 
 
 def _tensor_text(kind: str, dtype: DType, shape: Sequence[int]) -> str:

@@ -74,7 +74,7 @@ def check_space(destination: Path, needed_bytes: int, num_files: int) -> int | N
     free = status.f_bavail * status.f_frsize
     if needed_bytes > free:
         raise NotEnoughSpace(
-            f"the result needs {format_size(needed_bytes)}, `{place}` has {format_size(free)} free; nothing was written",
+            f"the result needs {format_size(needed_bytes)}, {format_size(free)} are free at `{place}`",
             hint="choose a destination on another disk, or --dtype bfloat16 for a float32 checkpoint",
         )
     if status.f_files and status.f_favail < num_files + 8:

@@ -53,7 +53,7 @@ def find_aliases(tensors: Sequence[OutputTensor]) -> dict[str, str]:
         if tensor.num_bytes:
             places = tuple((chunk.file, chunk.start, chunk.stop, chunk.strides) for chunk in tensor.source.chunks)
             groups.setdefault((places, tensor.source.shape, tensor.source.dtype.name), []).append(tensor)
-    found = {}
+    found: dict[str, str] = {}
     for group in groups.values():
         if len(group) > 1:
             pair = find_tie_candidates(group)

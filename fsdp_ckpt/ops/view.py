@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.errors import Incompatible, UsageError
-from fsdp_ckpt.ops.merge import plan_merge
+from fsdp_ckpt.ops.merge_plan import plan_merge
 from fsdp_ckpt.plan.merge import OutputTensor
 from fsdp_ckpt.run.sources import Sources
 
@@ -58,7 +58,7 @@ class CheckpointView:
         by_name = {tensor.name: tensor for tensor in plan.selection.tensors}
         self._tensors = by_name | {name: by_name[kept] for name, kept in plan.selection.tied.items()}
 
-    def __enter__(self) -> CheckpointView:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -194,7 +194,9 @@ def _plan_index(items: Sequence[Any], shape: Shape) -> tuple[Shape, Shape, tuple
         items = [*items[:at], *[slice(None)] * fill, *items[at + 1 :]]
     if len(items) > len(shape):
         raise IndexError(f"{len(items)} indices for {len(shape)} dimensions")
-    offsets, lengths, post = [], [], []
+    offsets: list[int] = []
+    lengths: list[int] = []
+    post: list[slice | int] = []
     for size, item in zip(shape, [*items, *[slice(None)] * (len(shape) - len(items))], strict=True):
         if isinstance(item, slice):
             start, stop, step = item.indices(size)

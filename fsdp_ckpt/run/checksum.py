@@ -9,13 +9,14 @@ from fsdp_ckpt.errors import ChecksumMismatch
 from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.store.syscalls import read_into
 
+_combine: Callable[[int, int, int], int] | None = None
 try:
     from isal.isal_zlib import crc32 as _crc32
-    from isal.isal_zlib import crc32_combine as _combine
-except ImportError:  # pragma: no cover - platforms without a wheel
-    from zlib import crc32 as _crc32
+    from isal.isal_zlib import crc32_combine
 
-    _combine = None
+    _combine = crc32_combine
+except ImportError:  # platforms without a wheel
+    from zlib import crc32 as _crc32
 
 __all__ = ["BLOCK_BYTES", "check_crc", "combine_crc", "crc32", "verify_record"]
 

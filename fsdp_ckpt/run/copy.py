@@ -189,10 +189,10 @@ class Copier:
         result.crc32 = known
 
     def _buffer(self) -> memoryview:
-        view = getattr(self._local, "view", None)
+        view: memoryview | None = getattr(self._local, "view", None)
         if view is None:
             view = self._local.view = memoryview(bytearray(BLOCK_BYTES))
-        return view  # type: ignore[no-any-return]
+        return view
 
     def _stream(
         self, task: CopyTask, fd: int, located: Located, position: int, result: TaskResult, *, cast: bool
@@ -243,7 +243,7 @@ class Copier:
             shifted = tuple(a + b for a, b in zip(offsets, task.box[0], strict=True))
             gatherer.read((shifted, lengths), values)
             flat = values.reshape(-1)
-            data = memoryview((cast_bits(flat, tensor.dtype, task.dtype) if cast else flat).view(np.uint8))
+            data = _bytes_of(cast_bits(flat, tensor.dtype, task.dtype) if cast else flat)
             crc = crc32(data, crc)
             write_all(fd, data, position)
             position += len(data)
@@ -279,4 +279,8 @@ def _converter(src: DType, dst: DType) -> Callable[[memoryview], memoryview]:
     from fsdp_ckpt.run.gather import storage_dtype
 
     bits = storage_dtype(src)
-    return lambda block: memoryview(cast_bits(np.frombuffer(block, dtype=bits), src, dst).view(np.uint8))
+    return lambda block: _bytes_of(cast_bits(np.frombuffer(block, dtype=bits), src, dst))
+
+
+def _bytes_of(values: Any) -> memoryview:
+    return memoryview(values.view("u1"))

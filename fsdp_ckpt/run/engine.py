@@ -96,7 +96,7 @@ class _Engine:
                     self.finish(number, output)
         except CancelledError:
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # raised again in the thread that waits
             with self.lock:
                 self.error = self.error or error
             self.copier.stop.set()

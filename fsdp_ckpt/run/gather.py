@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if dtype.name.startswith(("bfloat", "float8")):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype.name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+        return found
     return np.dtype(dtype.name)
 
 
@@ -153,7 +154,5 @@ class Gatherer:
             yield view
             del view, raw
         finally:
-            try:
+            with suppress(BufferError):  # an exception's traceback may still hold the view
                 mapped.close()
-            except BufferError:  # an exception's traceback still holds the view
-                pass

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
 from fsdp_ckpt.catalog import Chunk, Encoding, TensorEntry
 from fsdp_ckpt.codec.torchzip import resolve_item
@@ -40,7 +41,7 @@ class Sources:
         self._lock = threading.Lock()
         self._expanded: dict[tuple[str, int], Chunk] = {}
 
-    def __enter__(self) -> Sources:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -92,7 +93,7 @@ class Sources:
         size = 0
         try:
             with self.store.descriptor(chunk.file) as fd, open(target, "wb") as out:
-                reader = _Range(fd, chunk.start, chunk.stop)
+                reader: Any = _Range(fd, chunk.start, chunk.stop)
                 for piece in zstandard.ZstdDecompressor().read_to_iter(reader):
                     size += len(piece)
                     if size > limit:

@@ -77,7 +77,7 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     frame = replace(frame, files=files, writer=build.writer)
     problems = [*frame.problems, *build.problems()]
     splits = split_roles(build.paths.items(), default=role or Role.MODEL)
-    parts = []
+    parts: list[Part] = []
     for split in splits:
         tensors = {key: replace(build.tensors[key], name=n) for key, n in split.names.items() if key in build.tensors}
         objects = {key: replace(build.objects[key], name=n) for key, n in split.names.items() if key in build.objects}

@@ -37,7 +37,7 @@ def inspect(
     """
     from fsdp_ckpt.ops.inspect import inspect as run
 
-    report = run(path, tensors=tensors, objects=objects, part=part)
+    report = run(path, tensors=tensors, shards=shards or as_json, objects=objects, part=part)
     if as_json:
         out.json_report("inspect", report)
         return

@@ -73,7 +73,9 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     with _no_gc():
         for source in sources:
             build.add(read_metadata(folder.store.read(folder.prefix + source), where=folder.prefix + source))
-    files = {folder.prefix + file: folder.files[file] for file in folder.files if file in build.ends or file in sources}
+    files = {
+        folder.prefix + file: folder.files[file] for file in folder.files if file in build.files or file in sources
+    }
     frame = replace(frame, files=files, writer=build.writer)
     problems = [*frame.problems, *build.problems()]
     splits = split_roles(build.paths.items(), default=role or Role.MODEL)
@@ -95,6 +97,15 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     return parts or [replace(frame, problems=problems)]
 
 
+@dataclass(slots=True)
+class _DataFile:
+    """A file that the metadata refer to, and where its last item ends."""
+
+    path: str
+    end: int = 0
+    last_key: str = ""
+
+
 @dataclass
 class _Builder:
     """Collects what one or several metadata files say."""
@@ -103,8 +114,7 @@ class _Builder:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
-    ends: dict[str, int] = field(default_factory=dict)
-    last_key: dict[str, str] = field(default_factory=dict)
+    files: dict[str, _DataFile] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)
     writer: str | None = None
     _blobs: dict[tuple[str, int], Header] = field(default_factory=dict)
@@ -141,7 +151,8 @@ class _Builder:
         self, key: str, tensor: DcpTensor, storage: Mapping[tuple[str, Shape | None], StorageInfo], raw: bool
     ) -> list[Chunk]:
         # The one loop over everything: a large checkpoint has millions of chunks.
-        found, prefix, ends, last = [], self.folder.prefix, self.ends, self.last_key
+        found: list[Chunk] = []
+        new, prefix, files = tuple.__new__, self.folder.prefix, self.files
         itemsize, known_lengths, num_bytes = tensor.dtype.itemsize, None, 0
         for offsets, lengths in tensor.chunks:
             info = storage.get((key, offsets))
@@ -149,7 +160,7 @@ class _Builder:
                 if 0 not in lengths:
                     self.unlisted.append(key)
                 continue
-            file, start, length, transforms = info
+            name, start, length, transforms = info
             if lengths is not known_lengths:
                 known_lengths, num_bytes = lengths, math.prod(lengths) * itemsize
             encoding = Encoding.TORCH_ZIP
@@ -157,20 +168,27 @@ class _Builder:
                 encoding = _encoding(key, transforms)
             elif length == num_bytes and length:  # an archive is always longer than the tensor in it
                 if not raw:
-                    found.append(self._blob_chunk(key, tensor, (offsets, lengths), file, start))
+                    found.append(self._blob_chunk(key, tensor, (offsets, lengths), name, start))
                     continue
                 encoding = Encoding.RAW
             if start < 0 or length < 0:
-                raise CorruptCheckpoint(f"{prefix}.metadata: `{key}` lies at an impossible place in {file}")
+                raise CorruptCheckpoint(f"{prefix}.metadata: `{key}` lies at an impossible place in {name}")
+            file = files.get(name) or self._file(name)
             stop = start + length
-            if stop > ends.get(file, -1):
-                ends[file], last[file] = stop, key
-            found.append(Chunk(offsets, lengths, prefix + file, start, stop, encoding))
+            if stop > file.end:
+                file.end, file.last_key = stop, key
+            found.append(
+                new(Chunk, (offsets, lengths, file.path, start, stop, encoding, None, None, None, False, False))
+            )
         return found
 
+    def _file(self, name: str) -> _DataFile:
+        return self.files.setdefault(name, _DataFile(path=self.folder.prefix + name))
+
     def _note_end(self, key: str, file: str, stop: int) -> None:
-        if stop > self.ends.get(file, -1):
-            self.ends[file], self.last_key[file] = stop, key
+        data = self._file(file)
+        if stop > data.end:
+            data.end, data.last_key = stop, key
 
     def _blob_chunk(self, key: str, tensor: DcpTensor, box: Box, file: str, start: int) -> Chunk:
         """Find a tensor in the safetensors blob that SerializationFormat.SAFETENSORS writes.
@@ -196,17 +214,17 @@ class _Builder:
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong with the files."""
         folder = self.folder
-        for file, end in self.ends.items():
-            size = folder.store.size(folder.prefix + file)
+        for file, data in self.files.items():
+            size, end = folder.store.size(data.path), data.end
             if size is None:
                 yield _problem(Severity.ERROR, "missing-file", folder, file, "listed in the metadata, but not there")
             elif size < end:
-                message = f"has {size} bytes, but holds items up to byte {end} (`{self.last_key[file]}`)"
+                message = f"has {size} bytes, but holds items up to byte {end} (`{data.last_key}`)"
                 yield _problem(Severity.ERROR, "short-file", folder, file, message)
         for key in self.unlisted[:10]:
             yield _problem(Severity.ERROR, "unlisted-item", folder, key, "the metadata do not say where it is stored")
         stale = [
-            file for file in folder.files if file.endswith(".distcp") and file not in self.ends and folder.files[file]
+            file for file in folder.files if file.endswith(".distcp") and file not in self.files and folder.files[file]
         ]
         for file in stale:
             yield _problem(

@@ -81,7 +81,7 @@ class PartReport:
         dtypes: Tensors by dtype.
         num_objects: Values that are no tensors.
         tensors: All tensors, filtered by ``tensors`` of ``inspect``.
-        shards: By file.
+        shards: By file, when asked for.
         objects: Decoded objects, when asked for.
         problems: What is wrong or odd.
     """
@@ -137,13 +137,19 @@ class InspectReport:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, tensors: str | None = None, objects: bool = False, part: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    tensors: str | None = None,
+    shards: bool = False,
+    objects: bool = False,
+    part: str | None = None,
 ) -> InspectReport:
     """Describe whatever lies at a path. torch is not imported, and no pickle is run.
 
     Args:
         path: A file, a part, a checkpoint, or a run folder (then the newest complete checkpoint in it).
         tensors: Keep only tensors whose name matches this glob.
+        shards: Add up what each file holds.
         objects: Decode values that are no tensors.
         part: Only the part of this name.
 
@@ -171,13 +177,15 @@ def inspect(
         world_size=checkpoint.world_size,
         complete=checkpoint.is_complete,
         facts=checkpoint.facts,
-        parts=[_part_report(checkpoint, item, keep, objects=objects) for item in chosen],
+        parts=[_part_report(checkpoint, item, keep, shards=shards, objects=objects) for item in chosen],
         side_files=checkpoint.side_files,
         problems=checkpoint.problems,
     )
 
 
-def _part_report(checkpoint: Checkpoint, part: Part, keep: re.Pattern[str], *, objects: bool) -> PartReport:
+def _part_report(
+    checkpoint: Checkpoint, part: Part, keep: re.Pattern[str], *, shards: bool, objects: bool
+) -> PartReport:
     dtypes: dict[str, int] = {}
     for entry in part.tensors.values():
         dtypes[entry.dtype.name] = dtypes.get(entry.dtype.name, 0) + 1
@@ -201,7 +209,7 @@ def _part_report(checkpoint: Checkpoint, part: Part, keep: re.Pattern[str], *, o
         dtypes=dtypes,
         num_objects=len(part.objects),
         tensors=[_tensor_report(entry) for entry in part.tensors.values() if keep.match(entry.name)],
-        shards=_shards(part),
+        shards=_shards(part) if shards else (),
         objects=decoded,
         problems=part.problems,
     )

@@ -249,7 +249,13 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
         meter = Meter(total, listener)
         meter.add(total - sum(stop - start for spec in todo for start, stop in spec.ranges.values()))
         with Sources(job.plan.root, spill=staging.path) as sources:
-            copier = Copier(sources, meter, verify=options.verify, writeback=options.fsync)
+            copier = Copier(
+                sources,
+                meter,
+                verify=options.verify,
+                writeback=options.fsync,
+                hash_output=options.remove_source or options.format == "bin",
+            )
             done = write_files(
                 todo, staging, copier, jobs=job.jobs, durable=options.fsync, need_crcs=options.remove_source
             )

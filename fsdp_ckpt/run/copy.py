@@ -107,16 +107,25 @@ class Copier:
         verify: Compare recorded checksums.
         share: Try to share blocks.
         writeback: Ask for blocks to be written to disk as they come, which makes the final fsync short.
+        hash_output: Work out the CRC-32 of what is written, where the check of the source does not yield it anyway.
     """
 
     def __init__(
-        self, sources: Sources, meter: Meter, *, verify: bool = True, share: bool = True, writeback: bool = True
+        self,
+        sources: Sources,
+        meter: Meter,
+        *,
+        verify: bool = True,
+        share: bool = True,
+        writeback: bool = True,
+        hash_output: bool = False,
     ) -> None:
         self._sources = sources
         self._meter = meter
         self._verify = verify
         self._share = share
         self._writeback = writeback
+        self._hash_output = hash_output
         self._local = threading.local()
         self.stop = threading.Event()
 
@@ -173,20 +182,20 @@ class Copier:
             self._gather(task, fd, located, result, cast=cast)
             return
         located.sort(key=lambda item: item[1].offsets)
-        position, crc = task.position, 0
-        known: int | None = 0
+        position = task.position
+        crc: int | None = 0
         for number, store_chunk in enumerate(located):
             num_bytes = store_chunk[1].numel * task.dtype.itemsize
             if not cast and self._share and self._try_share(fd, store_chunk, position):
                 result.shared_bytes += num_bytes
                 self._meter.add(num_bytes)
-                known = None
+                crc = None
             else:
-                crc = self._stream(task, fd, store_chunk, position, result, cast=cast)
-                if known is not None:
-                    known = crc if number == 0 else combine_crc(known, crc, num_bytes)
+                own = self._stream(task, fd, store_chunk, position, result, cast=cast)
+                if crc is not None:
+                    crc = own if number == 0 or own is None else combine_crc(crc, own, num_bytes)
             position += num_bytes
-        result.crc32 = known
+        result.crc32 = crc
 
     def _buffer(self) -> memoryview:
         view: memoryview | None = getattr(self._local, "view", None)
@@ -196,13 +205,14 @@ class Copier:
 
     def _stream(
         self, task: CopyTask, fd: int, located: Located, position: int, result: TaskResult, *, cast: bool
-    ) -> int:
-        """Copy or convert one whole row-major chunk; return the CRC-32 of what was written."""
+    ) -> int | None:
+        """Copy or convert one whole row-major chunk; return the CRC-32 of what was written, where that is known."""
         store, chunk = located
         convert = _converter(task.tensor.dtype, task.dtype) if cast else None
         inline = self._verify and chunk.crc32 is not None and chunk.crc_range is None
         if self._verify and not inline:
             result.verified_bytes += verify_record(store, chunk, key=task.tensor.key)
+        hash_output = self._hash_output or (inline and convert is None)
         buffer, read_crc, written_crc, written = self._buffer(), 0, 0, 0
         start, total = chunk.start, chunk.stop - chunk.start
         with store.descriptor(chunk.file) as source:
@@ -215,15 +225,16 @@ class Copier:
                 if convert is not None and inline:
                     read_crc = crc32(block, read_crc)
                 data = block if convert is None else convert(block)
-                written_crc = crc32(data, written_crc)
+                if hash_output:
+                    written_crc = crc32(data, written_crc)
                 write_all(fd, data, position + written)
                 written += len(data)
                 self._note(fd, position, written)
                 self._meter.add(len(data))
         if inline:
-            check_crc(chunk, read_crc if cast else written_crc, key=task.tensor.key)
+            check_crc(chunk, written_crc if convert is None else read_crc, key=task.tensor.key)
             result.verified_bytes += total
-        return written_crc
+        return written_crc if hash_output else None
 
     def _gather(self, task: CopyTask, fd: int, located: Sequence[Located], result: TaskResult, *, cast: bool) -> None:
         import numpy as np
@@ -244,14 +255,15 @@ class Copier:
             gatherer.read((shifted, lengths), values)
             flat = values.reshape(-1)
             data = _bytes_of(cast_bits(flat, tensor.dtype, task.dtype) if cast else flat)
-            crc = crc32(data, crc)
+            if self._hash_output:
+                crc = crc32(data, crc)
             write_all(fd, data, position)
             position += len(data)
             self._note(fd, task.position, position - task.position)
             self._meter.add(len(data))
         gatherer.finish()
         result.verified_bytes += gatherer.verified_bytes
-        result.crc32 = crc
+        result.crc32 = crc if self._hash_output else None
 
     def _try_share(self, fd: int, located: Located, position: int) -> bool:
         store, chunk = located

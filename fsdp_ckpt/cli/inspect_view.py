@@ -29,7 +29,8 @@ def show_inspect(report: InspectReport, *, tree: bool, tensors: bool, shards: bo
     """Print a report to stdout; where a folder below was chosen, say so on stderr."""
     if quiet:
         total = format_size(sum(part.num_bytes for part in report.parts))
-        print(printable(f"{report.layout}\t{'complete' if report.complete else 'incomplete'}\t{total}\t{report.root}"))
+        state = "complete" if report.complete else "incomplete"
+        print("\t".join([report.layout, state, total, printable(report.root)]))
         return
     console = out.console()
     if report.path.rstrip("/") != report.root.rstrip("/") and not report.path.startswith(report.root):

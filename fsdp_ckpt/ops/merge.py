@@ -204,10 +204,7 @@ def merge_fsdp_weights(
 def _lay_out(plan: MergePlan, destination: Path) -> _Job:
     style = plan.options.format
     files = split_files(plan.selection.tensors, max_shard_bytes=plan.max_shard_bytes, pattern=PATTERNS[style])
-    specs = [
-        lay_out_bin(file, number, plan.selection.tied) if style == "bin" else lay_out_safetensors(file, number)
-        for number, file in enumerate(files)
-    ]
+    specs = [lay_out_bin(file, plan.selection.tied) if style == "bin" else lay_out_safetensors(file) for file in files]
     return _Job(
         plan=plan,
         files=files,

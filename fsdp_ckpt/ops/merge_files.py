@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_ckpt.codec.safetensors import plan_header
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, lay_out_archive, seal_archive
 from fsdp_ckpt.plan.merge import OutputFile
-from fsdp_ckpt.run.copy import cut_tasks
+from fsdp_ckpt.run.copy import CopyTask, cut_tasks
 from fsdp_ckpt.run.engine import OutputSpec
 
 __all__ = ["PATTERNS", "index_json", "lay_out_bin", "lay_out_safetensors"]
@@ -17,7 +17,7 @@ PATTERNS = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{su
 """File names by format, as transformers expects them."""
 
 
-def lay_out_safetensors(file: OutputFile, number: int) -> OutputSpec:
+def lay_out_safetensors(file: OutputFile) -> OutputSpec:
     """Return the spec of a safetensors file.
 
     Raises:
@@ -31,15 +31,11 @@ def lay_out_safetensors(file: OutputFile, number: int) -> OutputSpec:
         size=max((stop for _, stop in ranges.values()), default=len(head)),
         head=head,
         ranges=ranges,
-        tasks=[
-            (tensor.name, task)
-            for tensor in sorted(file.tensors, key=lambda tensor: ranges[tensor.name])
-            for task in cut_tasks(tensor.source, tensor.dtype, file=number, position=ranges[tensor.name][0])
-        ],
+        tasks=lambda: _tasks(file, ranges),
     )
 
 
-def lay_out_bin(file: OutputFile, number: int, tied: Mapping[str, str]) -> OutputSpec:
+def lay_out_bin(file: OutputFile, tied: Mapping[str, str]) -> OutputSpec:
     """Return the spec of a torch.save file; tied tensors share a storage and keep both names."""
     storages = {tensor.name: storage for storage, tensor in enumerate(file.tensors)}
     rows = [
@@ -63,13 +59,15 @@ def lay_out_bin(file: OutputFile, number: int, tied: Mapping[str, str]) -> Outpu
         size=layout.size,
         head=b"",
         ranges=ranges,
-        tasks=[
-            (tensor.name, task)
-            for tensor in file.tensors
-            for task in cut_tasks(tensor.source, tensor.dtype, file=number, position=ranges[tensor.name][0])
-        ],
+        tasks=lambda: _tasks(file, ranges),
         seal=seal,
     )
+
+
+def _tasks(file: OutputFile, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, CopyTask]]:
+    for tensor in sorted(file.tensors, key=lambda tensor: ranges[tensor.name]):
+        for task in cut_tasks(tensor.source, tensor.dtype, position=ranges[tensor.name][0]):
+            yield tensor.name, task
 
 
 def index_json(files: Sequence[OutputFile], tied: Mapping[str, str], *, keep_tied: bool) -> bytes:

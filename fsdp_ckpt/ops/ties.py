@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_ckpt.catalog import Chunk
+from fsdp_ckpt.catalog import Chunk, Encoding
 from fsdp_ckpt.plan.boxes import bands
 from fsdp_ckpt.plan.merge import OutputTensor, Selection, find_tie_candidates
 from fsdp_ckpt.run.sources import Sources
@@ -50,9 +50,11 @@ def find_aliases(tensors: Sequence[OutputTensor]) -> dict[str, str]:
     """
     groups: dict[Any, list[OutputTensor]] = {}
     for tensor in tensors:
-        if tensor.num_bytes:
-            places = tuple((chunk.file, chunk.start, chunk.stop, chunk.strides) for chunk in tensor.source.chunks)
-            groups.setdefault((places, tensor.source.shape, tensor.source.dtype.name), []).append(tensor)
+        source = tensor.source
+        if tensor.num_bytes and len(source.chunks) == 1 and source.chunks[0].encoding is Encoding.RAW:
+            chunk = source.chunks[0]
+            place = (chunk.file, chunk.start, chunk.stop, chunk.strides)
+            groups.setdefault((place, source.shape, source.dtype.name), []).append(tensor)
     found: dict[str, str] = {}
     for group in groups.values():
         if len(group) > 1:

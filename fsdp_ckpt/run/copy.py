@@ -36,8 +36,7 @@ class CopyTask:
         dtype: Element type of the result.
         box: The part of the tensor, a run of its row-major order.
         chunks: Chunks that hold the box (and perhaps more).
-        file: Number of the output file.
-        position: Byte in that file at which the run begins.
+        position: Byte in the output file at which the run begins.
         num_bytes: Its length.
     """
 
@@ -45,7 +44,6 @@ class CopyTask:
     dtype: DType
     box: Box
     chunks: Sequence[Chunk]
-    file: int
     position: int
     num_bytes: int
 
@@ -69,8 +67,8 @@ class TaskResult:
     recovered: list[str] = field(default_factory=list)
 
 
-def cut_tasks(tensor: TensorEntry, dtype: DType, *, file: int, position: int) -> Iterator[CopyTask]:
-    """Yield the tasks that write a tensor at ``position`` of a file.
+def cut_tasks(tensor: TensorEntry, dtype: DType, *, position: int) -> Iterator[CopyTask]:
+    """Yield the tasks that write a tensor at byte ``position`` of a file.
 
     Large tensors of row-block shards become a task per shard, so that several workers share them.
     """
@@ -82,9 +80,7 @@ def cut_tasks(tensor: TensorEntry, dtype: DType, *, file: int, position: int) ->
         return
     boxes = [(chunk.offsets, chunk.lengths) for chunk in chunks]
     if (num_bytes <= _SPLIT_BYTES and len(chunks) > 1) or not all(is_contiguous_in(box, shape) for box in boxes):
-        yield CopyTask(
-            tensor=tensor, dtype=dtype, box=whole, chunks=chunks, file=file, position=position, num_bytes=num_bytes
-        )
+        yield CopyTask(tensor=tensor, dtype=dtype, box=whole, chunks=chunks, position=position, num_bytes=num_bytes)
         return
     for box, chunk in sorted(zip(boxes, chunks, strict=True), key=lambda pair: pair[0]):
         yield CopyTask(
@@ -92,7 +88,6 @@ def cut_tasks(tensor: TensorEntry, dtype: DType, *, file: int, position: int) ->
             dtype=dtype,
             box=box,
             chunks=(chunk,),
-            file=file,
             position=position + linear_offset(box[0], shape) * itemsize,
             num_bytes=chunk.numel * itemsize,
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class OutputSpec:
         size: Its bytes.
         head: Its first bytes.
         ranges: Byte range of each tensor in it, by name.
-        tasks: What fills it; ``CopyTask.file`` is this file's number.
+        tasks: Yields what fills it, with the name of the tensor: a large model has millions of tasks.
         seal: Given the CRC-32 of each tensor, returns what is still to be written, as (position, bytes).
     """
 
@@ -36,7 +35,7 @@ class OutputSpec:
     size: int
     head: bytes
     ranges: Mapping[str, tuple[int, int]]
-    tasks: Sequence[tuple[str, CopyTask]]
+    tasks: Callable[[], Iterator[tuple[str, CopyTask]]]
     seal: Callable[[Mapping[str, int]], Sequence[tuple[int, bytes]]] | None = None
 
 
@@ -53,7 +52,8 @@ class _Output:
 
     def __init__(self, spec: OutputSpec, path: Path) -> None:
         self.spec = spec
-        self.left = len(spec.tasks)
+        self.left = 0
+        self.all_issued = False
         self.result = FileResult()
         self.fd = os.open(
             path,
@@ -73,8 +73,8 @@ class _Engine:
         self.durable = durable
         self.need_crcs = need_crcs
         self.specs = specs
-        self.todo = deque((number, name, task) for number, spec in enumerate(specs) for name, task in spec.tasks)
-        self.open: dict[int, _Output] = {}
+        self.todo = self.issue()
+        self.open: list[_Output] = []
         self.done: dict[str, FileResult] = {}
         self.error: BaseException | None = None
         self.lock = threading.Lock()
@@ -83,17 +83,18 @@ class _Engine:
         try:
             while not self.copier.stop.is_set():
                 with self.lock:
-                    if not self.todo:
-                        return
-                    number, name, task = self.todo.popleft()
-                    output = self.output(number)
-                result = self.copier.run(task, output.fd)
-                with self.lock:
+                    item = next(self.todo, None)
+                if item is None:
+                    return
+                output, name, task = item
+                if task is not None:
+                    result = self.copier.run(task, output.fd)
                     output.result.results.setdefault(name, []).append((task, result))
+                with self.lock:
                     output.left -= 1
-                    is_last = output.left == 0
+                    is_last = output.all_issued and output.left == 0
                 if is_last:
-                    self.finish(number, output)
+                    self.finish(output)
         except CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001  # raised again in the thread that waits
@@ -101,16 +102,21 @@ class _Engine:
                 self.error = self.error or error
             self.copier.stop.set()
 
-    def output(self, number: int) -> _Output:
-        found = self.open.get(number)
-        if found is None:
-            spec = self.specs[number]
+    def issue(self) -> Iterator[tuple[_Output, str, CopyTask | None]]:
+        """Yield the tasks of one file after the other; a last one without task ends each file."""
+        for spec in self.specs:
             path = self.staging.file(f"{spec.name}.part")
             path.unlink(missing_ok=True)
-            found = self.open[number] = _Output(spec, path)
-        return found
+            output = _Output(spec, path)
+            self.open.append(output)
+            for name, task in spec.tasks():
+                output.left += 1
+                yield output, name, task
+            output.left += 1
+            output.all_issued = True
+            yield output, "", None
 
-    def finish(self, number: int, output: _Output) -> None:
+    def finish(self, output: _Output) -> None:
         spec, result = output.spec, output.result
         if spec.seal is not None or self.need_crcs:
             result.crcs = {
@@ -123,12 +129,12 @@ class _Engine:
             os.fsync(output.fd)
         os.close(output.fd)
         with self.lock:
-            del self.open[number]
+            self.open.remove(output)
             self.done[spec.name] = result
         self.staging.finish_file(spec.name)
 
     def close(self) -> None:
-        for output in self.open.values():
+        for output in self.open:
             os.close(output.fd)
         self.open.clear()
 
@@ -154,9 +160,6 @@ def write_files(
         Whatever a task raised first; files that were complete by then stay in the staging folder.
     """
     engine = _Engine(specs, staging, copier, durable=durable, need_crcs=need_crcs)
-    for number, spec in enumerate(specs):
-        if not spec.tasks:  # nothing but empty tensors
-            engine.finish(number, engine.output(number))
     workers = [threading.Thread(target=engine.work, name=f"fsdp-ckpt-{n}", daemon=True) for n in range(jobs)]
     try:
         for worker in workers:

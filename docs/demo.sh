@@ -4,10 +4,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 fsdp_ckpt=${FSDP_CKPT:-.venv/bin/fsdp-ckpt}
-checkpoint=fixtures/torch-2.13.0/fsdp2_sharded_w2
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+checkpoint=$scratch/checkpoint-2000
 merged=$scratch/merged
+mkdir "$checkpoint"
+cp -r fixtures/torch-2.13.0/fsdp2_sharded_w2/{pytorch_model_fsdp_0,optimizer_0} "$checkpoint"
 
 say() { printf '\n# %s\n' "$*"; }
 run() {

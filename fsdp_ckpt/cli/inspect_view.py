@@ -25,14 +25,23 @@ _MAX_PROBLEMS = 12
 _BAR = 24
 
 
-def show_inspect(report: InspectReport, *, tree: bool, tensors: bool, shards: bool, objects: bool, quiet: bool) -> None:
-    """Print a report to stdout; where a folder below was chosen, say so on stderr."""
+def show_inspect(
+    report: InspectReport,
+    *,
+    tree: bool = False,
+    tensors: bool = False,
+    shards: bool = False,
+    objects: bool = False,
+    quiet: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print a report to stdout, or to the console given; where a folder below was chosen, say so on stderr."""
     if quiet:
         total = format_size(sum(part.num_bytes for part in report.parts))
         state = "complete" if report.complete else "incomplete"
         print("\t".join([report.layout, state, total, printable(report.root)]))
         return
-    console = out.console()
+    console = console or out.console()
     if report.path.rstrip("/") != report.root.rstrip("/") and not report.path.startswith(report.root):
         out.note(f"reading {report.root}")
     _card(console, report)

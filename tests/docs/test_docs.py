@@ -1,0 +1,77 @@
+"""The documents say what the code does: their commands run, generated pages are fresh, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOOL = Path(sys.executable).with_name("fsdp-ckpt")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as the README supposes it: the reader's checkpoint-2000 is in it."""
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shutil.copytree(
+            ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / "checkpoint-2000" / part
+        )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_readme_commands_run(folder: Path) -> None:
+    lines = [line for block in blocks(ROOT / "README.md", "console") for line in block.splitlines()]
+    commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines if line.startswith("$ ")]
+    assert len(commands) >= 3
+    for command in commands:
+        assert command[0] == "fsdp-ckpt"
+        subprocess.run([TOOL, *command[1:]], check=True, timeout=60, cwd=folder, capture_output=True)
+    assert (folder / "out/model.safetensors").is_file()
+
+
+def test_readme_python_runs(folder: Path) -> None:
+    programs = blocks(ROOT / "README.md", "python")
+    assert programs
+    for program in programs:
+        done = subprocess.run(
+            [sys.executable, "-c", program], check=True, timeout=60, cwd=folder, capture_output=True, text=True
+        )
+        assert "(2, 4)" in done.stdout
+    assert (folder / "merged/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("script", "target"), [("make_reference", "reference.md"), ("make_pictures", "images/inspect.svg")])
+def test_generated_pages_are_fresh(script: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    rendered = runpy.run_path(str(ROOT / f"docs/{script}.py"))["render"]()
+    assert (ROOT / "docs" / target).read_text() == rendered, f"run: python docs/{script}.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_command_is_in_the_reference() -> None:
+    from fsdp_ckpt.cli.app import app
+
+    text = (ROOT / "docs/reference.md").read_text()
+    visible = [command.name for command in app.registered_commands if not command.hidden]
+    assert visible
+    for name in visible:
+        assert f"## fsdp-ckpt {name}\n" in text

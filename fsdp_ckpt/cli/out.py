@@ -78,8 +78,10 @@ def progress(label: str, *, quiet: bool) -> Iterator[Listener | None]:
         yield None
         return
     shown = _Line(label) if sys.stderr.isatty() else _Log(label)
-    yield shown
-    shown.close()
+    try:
+        yield shown
+    finally:
+        shown.close()
 
 
 class _Line:

@@ -9,6 +9,7 @@ stored; a compressed one is refused, so nothing can expand. Format: PKWARE APPNO
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,8 +31,9 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _WHOLE_BYTES = 8 << 10
 _TAIL_BYTES = 2 << 10
 _COMMENT_BYTES = 65535
-_MAX_DIRECTORY_BYTES = 256 << 20
-_MAX_PICKLE_BYTES = 1 << 30
+_MAX_DIRECTORY_BYTES = 64 << 20
+_MAX_PICKLE_BYTES = 256 << 20
+_MAX_EXPANDED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +271,8 @@ def locate(archive: Archive, tensor: TensorRef, file: str, offsets: Shape, lengt
         span = (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))) * itemsize
     if tensor.offset * itemsize + span > record.size:
         raise MalformedFile(f"{archive.where}: the tensor reaches beyond its storage of {record.size} bytes")
+    if math.prod(tensor.shape) * itemsize > max(record.size, _MAX_EXPANDED_BYTES):
+        raise MalformedFile(f"{archive.where}: a tensor of shape {tensor.shape} in a storage of {record.size} bytes")
     whole = (record.start, record.start + record.size)
     return Chunk(
         offsets=offsets,

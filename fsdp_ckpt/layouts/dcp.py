@@ -78,7 +78,9 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     build = _Builder(folder)
     with _no_gc():
         for source in sources:
-            build.add(read_metadata(folder.store.read(folder.prefix + source), where=folder.prefix + source))
+            where = folder.prefix + source
+            data = folder.store.read(where, limit_bytes=folder.files[source])  # memory was checked
+            build.add(read_metadata(data, where=where))
     files = {
         folder.prefix + file: folder.files[file] for file in folder.files if file in build.files or file in sources
     }

@@ -7,6 +7,7 @@ Follows ``torch/distributed/tensor/placement_types.py``: ``Shard`` chunks as ``t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from fsdp_ckpt.catalog import Shape
@@ -16,6 +17,7 @@ from fsdp_ckpt.errors import Incompatible, MalformedFile
 __all__ = ["local_boxes"]
 
 _Range = tuple[int, int]
+_MAX_PIECES = 1 << 16
 
 
 def local_boxes(value: DTensorRef) -> Iterator[tuple[Shape, Shape, int]]:
@@ -43,10 +45,17 @@ def local_boxes(value: DTensorRef) -> Iterator[tuple[Shape, Shape, int]]:
         if kind == "partial":
             raise Incompatible("a DTensor with a pending reduction (Partial placement)")
         dim = int(rest[0])
-        if not -len(ranges) <= dim < len(ranges):
-            raise MalformedFile("a DTensor sharded over a dimension that it does not have")
-        pieces = _chunk(ranges[dim], int(rest[1])) if kind == "strided" else [ranges[dim]]
-        ranges[dim] = [item for piece in pieces for item in _chunk(piece, ranks)[rank]]
+        if not -len(ranges) <= dim < len(ranges) or not 0 <= rank < ranks:
+            raise MalformedFile(
+                "a DTensor sharded over a dimension that it does not have, or a rank outside of its mesh"
+            )
+        pieces = [ranges[dim]]
+        if kind == "strided":
+            factor = int(rest[1])
+            if not 1 <= factor <= _MAX_PIECES:
+                raise MalformedFile(f"a DTensor split into {factor} pieces")
+            pieces = [_piece(ranges[dim], factor, number) for number in range(factor)]
+        ranges[dim] = [item for piece in pieces for item in _piece(piece, ranks, rank)]
     local_shape = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
     if local_shape != value.local.shape:
         raise MalformedFile(f"a DTensor whose local shape is {value.local.shape}, where placements say {local_shape}")
@@ -61,6 +70,8 @@ def _boxes(ranges: list[list[_Range]], strides: Shape) -> Iterator[tuple[Shape, 
             row.append(((start, stop), position))
             position += stop - start
         placed.append(row or [((0, 0), 0)])
+    if math.prod(map(len, placed)) > _MAX_PIECES:
+        raise MalformedFile("a DTensor in more pieces than any mesh has")
     for combination in itertools.product(*placed):
         offsets = tuple(start for (start, _), _ in combination)
         lengths = tuple(stop - start for (start, stop), _ in combination)
@@ -68,13 +79,11 @@ def _boxes(ranges: list[list[_Range]], strides: Shape) -> Iterator[tuple[Shape, 
         yield offsets, lengths, element
 
 
-def _chunk(ranges: list[_Range], count: int) -> list[list[_Range]]:
-    """Split as torch.chunk does: equal pieces of ceil(n / count), the last ones smaller or empty."""
+def _piece(ranges: list[_Range], count: int, number: int) -> list[_Range]:
+    """Return one piece of what torch.chunk makes: equal pieces of ceil(n / count), the last ones smaller or empty."""
     total = sum(stop - start for start, stop in ranges)
-    if count < 1 or count > 1 << 24:
-        raise MalformedFile(f"a DTensor split into {count} pieces")
     size = -(-total // count)
-    return [_slice(ranges, min(i * size, total), min((i + 1) * size, total)) for i in range(count)]
+    return _slice(ranges, min(number * size, total), min((number + 1) * size, total))
 
 
 def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:

@@ -49,7 +49,7 @@ def choose_model_part(checkpoint: Checkpoint, name: str | None, *, path: str, co
             f"`{path}` holds {len(chosen)} models: {listing}",
             hint=f"fsdp-ckpt {command} {quoted} --part {shlex.quote(chosen[0].name)} …",
         )
-    notes = []
+    notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
         notes.append(f"reading {describe_part(chosen[0])} of {checkpoint.root}")
     aside = [part.name for part in models if part is not chosen[0]]

@@ -206,7 +206,7 @@ def _part_report(
         num_parameters=part.numel,
         num_bytes=part.num_bytes,
         file_bytes=sum(part.files.values()),
-        dtypes=dtypes,
+        dtypes=dict(sorted(dtypes.items(), key=lambda item: (-item[1], item[0]))),
         num_objects=len(part.objects),
         tensors=[_tensor_report(entry) for entry in part.tensors.values() if keep.match(entry.name)],
         shards=_shards(part) if shards else (),

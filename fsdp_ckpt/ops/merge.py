@@ -22,7 +22,7 @@ from fsdp_ckpt.run.copy import Copier
 from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.sources import Sources
-from fsdp_ckpt.store.publish import Staging, current_umask, resolve_destination
+from fsdp_ckpt.store.publish import Staging, resolve_destination
 
 __all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
 
@@ -146,14 +146,14 @@ def merge(
     """
     begun = time.monotonic()
     plan = plan_merge(src, options, **changes)
-    destination = resolve_destination(Path(out))
+    target = os.fspath(out).removeprefix("file://")
+    destination = resolve_destination(Path(target))
     check_destination(
         destination,
         plan.checkpoint,
         src=plan.source,
-        out=os.fspath(out),
+        out=target,
         overwrite=plan.options.overwrite,
-        shared=plan.options.share is not None,
     )
     if plan.options.remove_source:
         check_removable(plan.checkpoint, plan.part, destination)
@@ -256,7 +256,6 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
             done = write_files(
                 todo, staging, copier, jobs=job.jobs, durable=options.fsync, need_crcs=options.remove_source
             )
-        _note_crcs(staging, done)
         if share is not None:
             note_done(staging, share)
             pending = all_done(staging, share)
@@ -289,32 +288,23 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
 
 
 def _is_finished(staging: Staging, spec: OutputSpec, options: MergeOptions) -> bool:
-    if not staging.finished(spec.name, spec.size):
-        return False
-    return not options.remove_source or staging.file(f".{spec.name}.crc").exists()
-
-
-def _note_crcs(staging: Staging, done: Mapping[str, FileResult]) -> None:
-    for name, result in done.items():
-        if result.crcs:
-            staging.file(f".{name}.crc").write_text(json.dumps(result.crcs))
+    note = staging.finished(spec.name, spec.size)
+    return note is not None and (not options.remove_source or json.loads(note) != {})
 
 
 def _load_crcs(staging: Staging, specs: Sequence[OutputSpec]) -> dict[str, dict[str, int]]:
-    return {spec.name: json.loads(staging.file(f".{spec.name}.crc").read_text()) for spec in specs}
+    return {spec.name: json.loads(staging.finished(spec.name, spec.size) or "{}") for spec in specs}
 
 
 def _publish(job: _Job, staging: Staging) -> None:
-    mode = 0o666 & ~current_umask()
+    durable = job.plan.options.fsync
     for name, path in job.plan.side.files.items():
-        shutil.copyfile(path, staging.file(name))
-        os.chmod(staging.file(name), mode)
+        staging.add_file(name, path.read_bytes(), durable=durable)
     if len(job.specs) > 1:
         name = PATTERNS[job.plan.options.format].format(suffix="") + ".index.json"
-        staging.file(name).write_bytes(
-            index_json(job.files, job.plan.selection.tied, keep_tied=job.plan.options.format == "bin")
-        )
-    staging.publish(durable=job.plan.options.fsync)
+        data = index_json(job.files, job.plan.selection.tied, keep_tied=job.plan.options.format == "bin")
+        staging.add_file(name, data, durable=durable)
+    staging.publish(durable=durable)
 
 
 def _report(

@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_ckpt.catalog import Checkpoint
 from fsdp_ckpt.errors import DestinationExists, NotEnoughSpace, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES
+from fsdp_ckpt.store.publish import is_staging
 from fsdp_ckpt.units import format_size
 
 __all__ = ["check_destination", "check_space"]
@@ -17,9 +18,7 @@ __all__ = ["check_destination", "check_space"]
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
-def check_destination(
-    destination: Path, checkpoint: Checkpoint, *, src: str, out: str, overwrite: bool, shared: bool
-) -> None:
+def check_destination(destination: Path, checkpoint: Checkpoint, *, src: str, out: str, overwrite: bool) -> None:
     """Refuse a destination that is in the way or would destroy something.
 
     Raises:
@@ -41,8 +40,8 @@ def check_destination(
         return
     if not destination.is_dir():
         raise DestinationExists(f"`{out}` exists and is not a folder")
-    names = sorted(entry.name for entry in destination.iterdir())
-    if not names or (shared and overwrite):
+    names = sorted(entry.name for entry in destination.iterdir() if not is_staging(entry.name))
+    if not names:
         return
     if not overwrite:
         shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ class _Engine:
         with self.lock:
             self.open.remove(output)
             self.done[spec.name] = result
-        self.staging.finish_file(spec.name)
+        self.staging.finish_file(spec.name, json.dumps(result.crcs))
 
     def close(self) -> None:
         for output in self.open:

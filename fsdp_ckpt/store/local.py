@@ -21,6 +21,7 @@ from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, Malformed
 __all__ = ["FileReader", "Folder", "LocalStore"]
 
 _OPEN_FILES = 48
+_SMALL_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,22 @@ class LocalStore:
         """Return a reader for a file; nothing is opened yet."""
         return FileReader(self, file)
 
-    def read(self, file: str) -> bytes:
-        """Return a whole (small) file.
+    def read(self, file: str, *, limit_bytes: int = _SMALL_BYTES) -> bytes:
+        """Return a whole file.
+
+        Args:
+            file: Its name.
+            limit_bytes: A larger one is refused rather than taken into memory.
 
         Raises:
             IncompleteCheckpoint: It is not there.
+            MalformedFile: It is larger than the limit.
         """
         size = self.size(file)
         if size is None:
             raise IncompleteCheckpoint(f"{file} is missing")
+        if size > limit_bytes:
+            raise MalformedFile(f"{file} has {size} bytes, far more than such a file needs")
         return self.reader(file)(0, size)
 
     @contextmanager
@@ -160,6 +168,8 @@ def _open_regular(path: str, file: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{file} is missing") from None
+    except PermissionError:
+        raise CheckpointNotFound(f"{file} cannot be read: permission denied") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise MalformedFile(f"{file} is no regular file")
@@ -213,4 +223,6 @@ class Folder:
                         found[entry.name] = status.st_size
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointNotFound(f"there is no folder `{self.path}`") from None
+        except PermissionError:
+            raise CheckpointNotFound(f"`{self.path}` cannot be read: permission denied") from None
         return dict(sorted(found.items()))

@@ -15,13 +15,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_ckpt.errors import DestinationExists
-from fsdp_ckpt.store.syscalls import exchange, fsync_folder
+from fsdp_ckpt.errors import DestinationExists, UsageError
+from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
-__all__ = ["Staging", "current_umask", "leftovers", "resolve_destination"]
+__all__ = ["Staging", "current_umask", "is_staging", "leftovers", "resolve_destination"]
 
 _MARK = "fsdp-ckpt"
 _LOCK = ".lock"
+_STAGING = re.compile(rf"\.(?P<owner>.*)\.{_MARK}-[0-9a-f]+(\.old)?", re.DOTALL)
 
 
 def resolve_destination(path: Path) -> Path:
@@ -29,21 +30,27 @@ def resolve_destination(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _staging_path(destination: Path, identity: str) -> Path:
-    return destination.with_name(f".{destination.name}.{_MARK}-{identity}")
+def is_staging(name: str) -> bool:
+    """Tell whether a name is one that we give to folders of unfinished results."""
+    return _STAGING.fullmatch(name) is not None
 
 
 def leftovers(destination: Path) -> Iterator[Path]:
-    """Yield siblings that earlier runs to this destination left behind."""
-    pattern = re.compile(rf"\.{re.escape(destination.name)}\.{_MARK}-[0-9a-f]+(\.old)?")
-    if destination.parent.is_dir():
-        for entry in sorted(destination.parent.iterdir()):
-            if pattern.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-                yield entry
+    """Yield folders that earlier runs to this destination left behind, beside it or in it."""
+    for folder, owner in ((destination.parent, destination.name), (destination, "")):
+        if folder.is_dir():
+            for entry in sorted(folder.iterdir()):
+                match = _STAGING.fullmatch(entry.name)
+                if match and match["owner"] == owner and entry.is_dir() and not entry.is_symlink():
+                    yield entry
 
 
 class Staging:
-    """The hidden sibling that a run writes into.
+    """The hidden folder that a run writes into.
+
+    It lies beside the destination and becomes it by one rename. Where that cannot be - the destination is a mount
+    point, or its parent is not writable - it lies in the (empty) destination, and its files are moved up, the index
+    last.
 
     Args:
         destination: The folder to publish, links resolved.
@@ -53,7 +60,8 @@ class Staging:
         shared: Several processes fill it together (one share each); nobody clears it.
 
     Raises:
-        DestinationExists: The destination has content and ``overwrite`` is off, or another run is writing to it.
+        DestinationExists: Another run is writing to the destination, or it cannot be replaced in one step.
+        UsageError: It cannot be written to.
     """
 
     def __init__(
@@ -61,16 +69,31 @@ class Staging:
     ) -> None:
         self.destination = destination
         self.overwrite = overwrite
-        self.path = _staging_path(destination, identity)
+        self.inside = destination.is_dir() and (
+            os.path.ismount(destination) or not os.access(destination.parent, os.W_OK)
+        )
+        if self.inside and any(not is_staging(entry.name) for entry in destination.iterdir()):
+            raise DestinationExists(
+                f"`{destination}` is a mount point or its parent is read-only: it cannot be replaced in one step",
+                hint=f"use a new folder in it, such as {destination / 'merged'}",
+            )
+        owner = "" if self.inside else destination.name
+        self.path = (destination if self.inside else destination.parent) / f".{owner}.{_MARK}-{identity}"
         self.created_parents = _missing_parents(destination)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        for other in leftovers(destination):
-            if other != self.path:
-                _remove_if_idle(other)
-        if self.path.exists() and not resume and not shared:
-            _remove_if_idle(self.path)
-        self.path.mkdir(exist_ok=True)
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            _recover(destination)
+            for other in leftovers(destination):
+                if other != self.path or not (resume or shared):
+                    _remove_if_idle(other)
+            self.path.mkdir(exist_ok=True)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+                raise
+            raise UsageError(
+                f"cannot write to `{destination.parent}`: {error.strerror}", hint="choose another output folder"
+            ) from None
         try:
             fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -83,27 +106,51 @@ class Staging:
         """Return where to write a file of the result."""
         return self.path / name
 
-    def finish_file(self, name: str) -> None:
-        """Give a file that was written as ``NAME.part`` its name."""
-        os.rename(self.path / f"{name}.part", self.path / name)
+    def add_file(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Write a small file."""
+        fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666 & ~current_umask())
+        try:
+            write_all(fd, data, 0)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
 
-    def finished(self, name: str, size: int) -> bool:
-        """Tell whether an earlier run finished a file of this size."""
-        path = self.path / name
-        return path.is_file() and path.stat().st_size == size
+    def finish_file(self, name: str, note: str) -> None:
+        """Give a file that was written as ``NAME.part`` its name, and leave a note for runs that resume."""
+        os.rename(self.path / f"{name}.part", self.path / name)
+        self.add_file(f".{name}.done", note.encode(), durable=False)
+
+    def finished(self, name: str, size: int) -> str | None:
+        """Return the note of an earlier run that finished a file of this size, None when there was none."""
+        path, note = self.path / name, self.path / f".{name}.done"
+        if path.is_file() and path.stat().st_size == size and note.is_file():
+            return note.read_text()
+        return None
 
     def publish(self, *, durable: bool = True) -> None:
-        """Rename the sibling to the destination, replacing what is there if allowed.
+        """Put the result in its place, replacing what is there if allowed.
 
         Raises:
             DestinationExists: Something appeared at the destination in the meantime.
         """
-        (self.path / _LOCK).unlink(missing_ok=True)
-        for part in self.path.glob("*.part"):
-            part.unlink()
-        os.chmod(self.path, 0o777 & ~current_umask())
+        for entry in self.path.iterdir():  # locks, markers, what another run left
+            if entry.name.startswith(".") or entry.suffix == ".part":
+                entry.unlink()
         if durable:
             fsync_folder(self.path)
+        if self.inside:
+            self._move_up()
+        else:
+            self._rename()
+        if durable:
+            fsync_folder(self.destination)
+            for folder in (self.destination, *self.created_parents):
+                fsync_folder(folder.parent)
+        self._release()
+
+    def _rename(self) -> None:
+        os.chmod(self.path, 0o777 & ~current_umask())
         try:
             os.rename(self.path, self.destination)  # also over an empty folder
         except OSError as error:
@@ -112,9 +159,6 @@ class Staging:
             if not self.overwrite:
                 raise DestinationExists(f"`{self.destination}` appeared while it was being written") from None
             self._replace()
-        if durable:
-            fsync_folder(self.destination.parent)
-        self._release()
 
     def _replace(self) -> None:
         old = self.path.with_name(self.path.name + ".old")
@@ -124,6 +168,11 @@ class Staging:
             os.rename(self.destination, old)
             os.rename(self.path, self.destination)
         shutil.rmtree(old)
+
+    def _move_up(self) -> None:
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name.endswith(".index.json")):
+            os.rename(entry, self.destination / entry.name)
+        self.path.rmdir()
 
     def discard(self) -> None:
         """Remove what was written, and the parents that were made for it."""
@@ -159,6 +208,15 @@ def current_umask() -> int:
     umask = os.umask(0o077)
     os.umask(umask)
     return umask
+
+
+def _recover(destination: Path) -> None:
+    """Put back what a run moved away before it died, on systems that cannot exchange two names in one step."""
+    if not destination.exists():
+        for other in leftovers(destination):
+            if other.suffix == ".old":
+                os.rename(other, destination)
+                return
 
 
 def _missing_parents(destination: Path) -> list[Path]:

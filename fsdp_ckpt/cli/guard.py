@@ -39,7 +39,8 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         signal.signal(signal.SIGTERM, _terminate)
         try:
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            sys.stdout.flush()
         except FsdpCkptError as error:
             _explain(error.message, error.hint)
             raise typer.Exit(error.exit_code) from None
@@ -66,6 +67,7 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
                 "this is a bug in fsdp-ckpt; run again with FSDP_CKPT_DEBUG=1 and report the traceback",
             )
             raise typer.Exit(_INTERNAL) from None
+        return result
 
     return run
 

@@ -32,8 +32,13 @@ def console() -> Console:
     """Return the console for stdout; without a terminal it is as wide as its content needs."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "0") or 0) or 160
-    return Console(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1; `| head` is no failure
+
+    columns = os.environ.get("COLUMNS", "")
+    width = None if sys.stdout.isatty() else int(columns) if columns.isdigit() and columns != "0" else 160
+    return PipeConsole(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def json_report(command: str, report: Any) -> None:

@@ -82,7 +82,13 @@ def _read_file(path: Path, text: str) -> Checkpoint:
         return Checkpoint(
             root=store.root, layout="safetensors", title="safetensors file", parts=parts, side_files=_side_files(folder)
         )
-    parts = read_torch_file(store, name, name=None)
+    try:
+        parts = read_torch_file(store, name, name=None)
+    except UnknownLayout:
+        raise UnknownLayout(
+            f"`{text}` is neither a safetensors file nor one that torch.save wrote",
+            hint="pass a checkpoint folder, or a .safetensors, .bin, .pt or .pth file",
+        ) from None
     return Checkpoint(
         root=store.root, layout="torch-file", title="torch.save file", parts=parts, side_files=_side_files(folder)
     )

@@ -30,6 +30,16 @@ _ROLES = {
     r"|hyper_parameters|loops|pytorch-lightning_version|global_step|meta",
 }
 _PATTERNS = {role: re.compile(pattern) for role, pattern in _ROLES.items()}
+_FLAT_HEADS = {
+    "optimizer": Role.OPTIMIZER,
+    "optimizers": Role.OPTIMIZER,
+    "optim": Role.OPTIMIZER,
+    "lr_scheduler": Role.SCHEDULER,
+    "lr_schedulers": Role.SCHEDULER,
+    "dataloader": Role.DATALOADER,
+    "train_state": Role.OTHER,
+    "rng_state": Role.RNG,
+}
 _OPTIMIZER_KEY = re.compile(r"(?:^|\.)state\.(?:.+\.)?(?:exp_avg|exp_avg_sq|momentum_buffer|step)$|^param_groups\.")
 
 
@@ -96,13 +106,11 @@ def split_roles(paths: Iterable[tuple[str, KeyPath]], *, default: Role = Role.MO
 
 
 def _flat_role(key: str) -> Role | None:
+    """Return the role of a key without nesting; only names that no module would have count, or weights were lost."""
     if _OPTIMIZER_KEY.search(key):
         return Role.OPTIMIZER
     head, dot, _ = key.partition(".")
-    role = role_of(head) if dot else None
-    if role in (None, Role.MODEL):
-        return Role.OTHER if not dot and role_of(key) not in (None, Role.MODEL) else None
-    return role
+    return _FLAT_HEADS.get(head) if dot else None
 
 
 def _join(path: KeyPath) -> str:

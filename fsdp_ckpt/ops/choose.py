@@ -52,9 +52,10 @@ def choose_model_part(checkpoint: Checkpoint, name: str | None, *, path: str, co
     notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
         notes.append(f"reading {describe_part(chosen[0])} of {checkpoint.root}")
-    aside = [part.name for part in models if part is not chosen[0]]
+    loose = [part for part in checkpoint.parts if part.role is Role.OTHER and part.tensors]
+    aside = [f"{part.name} ({len(part.tensors)} tensors)" for part in (*models, *loose) if part is not chosen[0]]
     if aside:
-        notes.append(f"left aside: {', '.join(aside)} (choose with --part)")
+        notes.append(f"left aside: {', '.join(aside)}; choose with --part")
     return chosen[0], notes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,8 @@ def _expand(data: bytes, where: str) -> bytes:
 def to_plain(value: Any, depth: int = 0) -> Any:
     """Return numbers, texts, lists and dictionaries as they are (long ones cut), anything else as a text about it."""
     if value is None or isinstance(value, bool | int | float):
-        return str(value) if isinstance(value, int) and abs(value) >= 2**63 else value
+        fits = math.isfinite(value) if isinstance(value, float) else value is None or abs(value) < 2**63
+        return value if fits else str(value)  # JSON has neither infinity nor numbers of any length
     if isinstance(value, str):
         return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
     if isinstance(value, Mapping | list | tuple | set | frozenset):

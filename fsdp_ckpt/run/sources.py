@@ -71,7 +71,7 @@ class Sources:
     def _expand(self, tensor: TensorEntry, chunk: Chunk) -> Located:
         with self._lock:
             if self._spill is None:
-                self._spill = LocalStore(Path(tempfile.mkdtemp(prefix="fsdp-ckpt-", dir=self._spill_parent)))
+                self._spill = LocalStore(Path(tempfile.mkdtemp(prefix=".fsdp-ckpt-", dir=self._spill_parent)))
             spill = self._spill
             known = self._expanded.get((chunk.file, chunk.start))
         where = f"{chunk.file} (`{tensor.key}`)"

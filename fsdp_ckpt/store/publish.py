@@ -135,7 +135,9 @@ class Staging:
             DestinationExists: Something appeared at the destination in the meantime.
         """
         for entry in self.path.iterdir():  # locks, markers, what another run left
-            if entry.name.startswith(".") or entry.suffix == ".part":
+            if entry.name.startswith(".") and entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name.startswith(".") or entry.suffix == ".part":
                 entry.unlink()
         if durable:
             fsync_folder(self.path)

@@ -119,6 +119,15 @@ class UnsafePickle(CorruptCheckpoint):
     def __init__(self, name: str, *, where: str, hint: str | None = None) -> None:
         super().__init__(f"{where}: the pickle refers to `{name}`, which is not allowed; nothing was run", hint=hint)
         self.name = name
+        self.where = where
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pass between processes: rebuild from the parts."""
+        return _unsafe_pickle, (self.name, self.where, self.hint)
+
+
+def _unsafe_pickle(name: str, where: str, hint: str | None) -> UnsafePickle:
+    return UnsafePickle(name, where=where, hint=hint)
 
 
 class DestinationExists(FsdpCkptError, FileExistsError):

@@ -16,8 +16,6 @@ FLAT_PARAM = "_flat_param"
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_fpw_module)\.")
 """Components that FSDP1, activation checkpointing, torch.compile and fairscale put into names, at any depth."""
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
 
 def clean_fqn(name: str) -> str:
     """Remove wrapper components, at any depth, and a leading ``module.`` (DDP, FSDP of older versions).
@@ -103,4 +101,6 @@ def printable(text: str) -> str:
         >>> printable("layers.\x1b[31mw")
         'layers.\\x1b[31mw'
     """
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

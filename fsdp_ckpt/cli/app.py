@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -73,5 +74,8 @@ def complete_arguments(arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks
     sys.argv[1:] = complete_arguments(sys.argv[1:])
     app(prog_name="fsdp-ckpt")

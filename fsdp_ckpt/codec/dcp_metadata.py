@@ -78,7 +78,7 @@ def read_metadata(data: bytes, *, where: str) -> DcpMetadata:
         raise MalformedFile(f"{where}: not the metadata of a distributed checkpoint")
     try:
         return _convert(root, where)
-    except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
+    except (AttributeError, TypeError, KeyError, ValueError, IndexError, RecursionError) as error:
         if isinstance(error, MalformedFile):
             raise
         raise MalformedFile(f"{where}: unexpected structure: {error}") from error
@@ -109,24 +109,36 @@ def _convert(root: Record, where: str) -> DcpMetadata:
     storage: dict[tuple[str, Shape | None], StorageInfo] = storage_records
     for index in [index for index in storage_records if type(index) is not tuple]:
         info = storage_records.pop(index)
-        if not isinstance(index, Record) or type(index.get("fqn")) is not str:
-            raise MalformedFile(f"{where}: a storage index without a key")
-        storage[index.get("fqn"), index.get("offset")] = _info(info, where)
+        if not isinstance(index, Record) or type(index.get("fqn")) is not str or not isinstance(info, Record):
+            raise MalformedFile(f"{where}: a storage index without a key, or without a place")
+        offset = index.get("offset")
+        storage[index.get("fqn"), None if offset is None else _sizes(offset, where)] = _info(info, where)
     planner = root.get("planner_data")
     meta = root.get("storage_meta")
     return DcpMetadata(
         tensors=tensors,
         objects=objects,
-        paths={k: v for k, v in planner.items() if type(v) is tuple} if isinstance(planner, dict) else {},
+        paths=_paths(planner, where) if isinstance(planner, dict) else {},
         storage=storage,
         writer=_writer(root, fields, module),
         save_id=meta.get("save_id") if isinstance(meta, Record) else None,
     )
 
 
+def _paths(planner: dict[Any, Any], where: str) -> dict[str, tuple[str | int, ...]]:
+    for path in planner.values():
+        if type(path) is not tuple or not all(_is_step(step) for step in path):
+            raise MalformedFile(f"{where}: a path of something that is no text or index")
+    return planner
+
+
+def _is_step(step: Any) -> bool:
+    return type(step) is str or (type(step) is int and abs(step) < 2**63)
+
+
 def _sizes(value: Any, where: str) -> Shape:
     if type(value) is not tuple or any(type(n) is not int or not 0 <= n < 2**63 for n in value):
-        raise MalformedFile(f"{where}: {value!r:.60} is no shape")
+        raise MalformedFile(f"{where}: {type(value).__name__} where a shape is expected, or one with impossible sizes")
     return value
 
 

@@ -150,7 +150,9 @@ class Machine:
                     raise self.malformed(f"unsupported opcode {code:#04x}")
                 op(self)
                 stack = self.stack
-        except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
+        except (
+            IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError,
+        ) as error:  # fmt: skip
             if isinstance(error, MalformedFile | UnsafePickle):
                 raise
             raise self.malformed(str(error) or type(error).__name__) from error

@@ -70,7 +70,9 @@ def read_header(read_at: ReadAt, start: int, stop: int, *, where: str) -> Header
     if length > HEADER_LIMIT or 8 + length > stop - start:
         raise MalformedFile(f"{where}: a header of {length} bytes in a file of {stop - start}")
     try:
-        raw = json.loads(read_at(start + 8, length), object_pairs_hook=_no_duplicates)
+        raw = json.loads(read_at(start + 8, length).decode(), object_pairs_hook=_no_duplicates)
+        if isinstance(raw, dict):
+            json.dumps(list(raw), ensure_ascii=False).encode()  # names may be escapes of what is no Unicode
     except (ValueError, RecursionError) as error:
         raise MalformedFile(f"{where}: the header is no JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -160,7 +162,11 @@ def plan_header(
         header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [position, position + size]}
         relative[name] = (position, position + size)
         position += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        name = ascii(error.object[max(error.start - 40, 0) : error.end])
+        raise Incompatible(f"a name that is no Unicode text: {name}", hint="rename it with --rename") from None
     data_start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     first = struct.pack("<Q", data_start - 8) + text.ljust(data_start - 8)
     return first, {name: (data_start + start, data_start + stop) for name, (start, stop) in relative.items()}

@@ -124,7 +124,7 @@ def storage_from_pid(pid: Any) -> StorageRef:
 
 def _shape(machine: Machine, value: Any) -> Shape:
     if type(value) is not tuple or any(type(n) is not int or not 0 <= n < 2**63 for n in value):
-        raise machine.malformed(f"{value!r:.80} is no shape")
+        raise machine.malformed(f"{type(value).__name__} where a shape is expected, or one with impossible sizes")
     return value
 
 
@@ -219,7 +219,7 @@ def _placement(machine: Machine, placement: Any) -> tuple[str | int, ...]:
             return ("strided", dim, factor)
         if kind in {"Partial", "_Partial"}:
             return ("partial",)
-    raise machine.malformed(f"{placement!r:.80} is no placement")
+    raise machine.malformed("a placement of an unknown kind")
 
 
 def _sharded_tensor(machine: Machine, state: Any) -> ShardedTensorRef:
@@ -234,10 +234,10 @@ def _sharded_tensor(machine: Machine, state: Any) -> ShardedTensorRef:
     boxes = tuple(_box(machine, box) for box in metadata.get("shards_metadata") or ())
     shards = []
     for shard in state[0]:
-        tensor, box = shard.get("tensor"), shard.get("metadata")
+        tensor = shard.get("tensor") if isinstance(shard, Record) else None
         if not isinstance(tensor, TensorRef):
             raise machine.malformed("a shard without tensor")
-        offsets, lengths = _box(machine, box)
+        offsets, lengths = _box(machine, shard.get("metadata"))
         shards.append(LocalShard(tensor, offsets, lengths))
         dtype = dtype or tensor.dtype
     if not isinstance(dtype, DType):

@@ -33,6 +33,8 @@ def describe_coverage(tensor: TensorEntry, coverage: Coverage) -> tuple[str, str
     if coverage.outside is not None:
         chunk = tensor.chunks[coverage.outside]
         box = describe_box((chunk.offsets, chunk.lengths))
+        if not len(chunk.offsets) == len(chunk.lengths) == len(tensor.shape):
+            return "shard-outside", f"a shard has another number of dimensions than the shape {_shape(tensor.shape)}"
         return "shard-outside", f"a shard at {box} lies outside of the shape {_shape(tensor.shape)}"
     if coverage.overlap is not None:
         first, second = (tensor.chunks[index] for index in coverage.overlap)
@@ -45,7 +47,7 @@ def describe_coverage(tensor: TensorEntry, coverage: Coverage) -> tuple[str, str
 
 def describe_box(box: Box) -> str:
     """Return a box in slice notation, ``[0:6, 0:8]``; ``[]`` for a 0-d tensor."""
-    return "[" + ", ".join(f"{start}:{start + length}" for start, length in zip(*box, strict=True)) + "]"
+    return "[" + ", ".join(f"{start}:{start + length}" for start, length in zip(*box, strict=False)) + "]"
 
 
 def _shape(shape: Shape) -> str:

@@ -129,7 +129,7 @@ def _are_row_blocks(shape: Shape, boxes: Sequence[Box]) -> bool:
     """Tell quickly whether the boxes are consecutive blocks of dimension 0, as FSDP shards are; False may be wrong."""
     tail, zeros, row = shape[1:], (0,) * (len(shape) - 1), 0
     for offsets, lengths in sorted(boxes):
-        if offsets[:1] != (row,) or offsets[1:] != zeros or lengths[1:] != tail or lengths[0] < 0:
+        if offsets[:1] != (row,) or offsets[1:] != zeros or lengths[1:] != tail or not lengths or lengths[0] < 0:
             return False
         row += lengths[0]
     return row == shape[0] and 0 not in shape

@@ -6,6 +6,7 @@ opened. A bounded number of descriptors is kept open, so that a checkpoint of th
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -82,7 +83,10 @@ class LocalStore:
         parts = file.split("/")
         if not file or file.startswith("/") or "\0" in file or ".." in parts:
             raise MalformedFile(f"the file name {file!r:.200} leads out of the checkpoint; nothing was read")
-        real = os.path.realpath(self.root / file)
+        try:
+            real = os.path.realpath(self.root / file)
+        except UnicodeEncodeError:
+            raise MalformedFile(f"{file!r:.200} is no file name") from None
         if not any(real == inside or real.startswith(inside.rstrip("/") + "/") for inside in self._inside):
             raise MalformedFile(f"{file!r:.200} is a link out of the checkpoint; nothing was read")
         self._paths[file] = real
@@ -98,6 +102,10 @@ class LocalStore:
             status = os.stat(self.path(file))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise MalformedFile(f"{file!r:.200} is no file name: {error.strerror}") from None
+            raise
         if not stat.S_ISREG(status.st_mode):
             raise MalformedFile(f"{file!r:.200} is no regular file")
         return status.st_size

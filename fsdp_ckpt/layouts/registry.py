@@ -49,6 +49,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             )
         text = text.removeprefix("file://")
     local = Path(text)
+    if local.is_symlink() and not local.exists():
+        target = os.readlink(local)
+        raise CheckpointNotFound(f"`{text}` is a link to `{target}`, which does not exist", hint=_similar(local))
     if not local.exists():
         raise CheckpointNotFound(f"`{text}` does not exist", hint=_similar(local))
     if local.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ _MAX_ITEMS = 64
 _MAX_TEXT = 400
 _MAX_DEPTH = 8
 _MAX_COMPRESSED = 64 << 20
+_NUMPY_FORMATS = {
+    "f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "i2": "<h", "i1": "<b",
+    "u8": "<Q", "u4": "<I", "u2": "<H", "u1": "<B", "b1": "<?",
+}  # fmt: skip
 
 
 def read_object(entry: ObjectEntry, store: LocalStore) -> Any:
@@ -81,7 +86,7 @@ def _container(value: Any, depth: int) -> Any:
     return [*items, f"… {more} more"] if more > 0 else items
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any) -> Any:
     match value:
         case bytes():
             return f"<{len(value)} bytes>"
@@ -94,13 +99,26 @@ def _describe(value: Any) -> str:
         case DType():
             return f"torch.{value.name}"
         case Record() if not isinstance(value, Opaque):
-            return _record_text(value)
+            number = _numpy_scalar(value)
+            return _record_text(value) if number is None else number
         case _:
             return repr(value)[:_MAX_TEXT]
 
 
 def _tensor_text(kind: str, dtype: DType, shape: Sequence[int]) -> str:
     return f"<{kind} {dtype} {'x'.join(map(str, shape)) or 'scalar'}>"
+
+
+def _numpy_scalar(value: Record) -> Any:
+    """Return the number of a pickled NumPy scalar, None where it is none."""
+    if not value.cls.endswith("multiarray.scalar") or len(value.args) != 2:
+        return None
+    dtype, data = value.args
+    name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else None
+    form = _NUMPY_FORMATS.get(name) if isinstance(name, str) else None
+    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
+        return None
+    return to_plain(struct.unpack(form, data)[0])
 
 
 def _record_text(value: Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -76,7 +77,7 @@ def _table(*columns: tuple[str, str], title: str | None = None) -> Table:
     )  # fmt: skip
     for name, align in columns:
         table.add_column(
-            name, justify="right" if align == "right" else "left", overflow="fold", no_wrap=align == "right"
+            name, justify="right" if align == "right" else "left", overflow="fold", no_wrap=align in ("right", "whole")
         )
     return table
 
@@ -101,7 +102,7 @@ def _card(console: Console, report: InspectReport) -> None:
 
 def _parts(parts: Iterable[PartReport]) -> Table:
     table = _table(
-        ("part", ""),
+        ("part", "whole"),
         ("role", ""),
         ("tensors", "right"),
         ("parameters", "right"),
@@ -118,9 +119,14 @@ def _parts(parts: Iterable[PartReport]) -> Table:
         size = part.num_bytes or part.file_bytes
         table.add_row(
             _text(part.name), part.role, str(part.num_tensors), format_count(part.num_parameters), format_size(size),
-            ", ".join(f"{name} x{count}" for name, count in part.dtypes.items()), state,
+            _dtypes(part), state,
         )  # fmt: skip
     return table
+
+
+def _dtypes(part: PartReport) -> str:
+    shown = list(part.dtypes)
+    return ", ".join(shown[:2]) + (f", +{len(shown) - 2}" if len(shown) > 2 else "")
 
 
 def _groups(console: Console, part: PartReport) -> None:
@@ -165,13 +171,13 @@ def _tree(console: Console, part: PartReport) -> None:
 
     sizes: dict[tuple[str, ...], int] = {}
     for group in group_tensors(part.tensors):
-        path = tuple(group.pattern.split("."))
+        path = _components(group.pattern)
         for depth in range(len(path) + 1):
             sizes[path[:depth]] = sizes.get(path[:depth], 0) + group.num_bytes
     nodes: dict[tuple[str, ...], Tree] = {
         (): Tree(_text(f"{part.name}  {format_size(sizes[()])}", "bold"), guide_style="dim")
     }
-    leaves = {tuple(group.pattern.split(".")): group for group in group_tensors(part.tensors)}
+    leaves = {_components(group.pattern): group for group in group_tensors(part.tensors)}
     for path, num_bytes in sizes.items():
         if path:
             leaf = leaves.get(path)
@@ -179,6 +185,11 @@ def _tree(console: Console, part: PartReport) -> None:
             nodes[path] = nodes[path[:-1]].add(_text(f"{path[-1]}  {format_size(num_bytes)}{tail}"))
     console.print()
     console.print(nodes[()])
+
+
+def _components(pattern: str) -> tuple[str, ...]:
+    """Split a name at its dots, but not within ``{0..31}``."""
+    return tuple(re.split(r"\.(?![^{}]*\})", pattern))
 
 
 def _shards(console: Console, part: PartReport) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 __all__ = [
     "DTYPES",
+    "MAX_DIMS",
     "Checkpoint",
     "Chunk",
     "DType",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+
+MAX_DIMS = 64
+"""Dimensions that a tensor can have, in torch and in NumPy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def show_inspect(
     if report.path.rstrip("/") != report.root.rstrip("/") and not report.path.startswith(report.root):
         out.note(f"reading {report.root}")
     _card(console, report)
-    console.print(_parts(report.parts))
+    console.print(_parts(report.parts, wide=console.width >= 90))
     for part in report.parts:
         if tensors:
             _tensors(console, part)
@@ -100,27 +100,26 @@ def _card(console: Console, report: InspectReport) -> None:
     console.print()
 
 
-def _parts(parts: Iterable[PartReport]) -> Table:
-    table = _table(
-        ("part", "whole"),
-        ("role", ""),
-        ("tensors", "right"),
-        ("parameters", "right"),
-        ("size", "right"),
-        ("dtypes", ""),
-        ("state", ""),
-    )
+def _parts(parts: Iterable[PartReport], *, wide: bool) -> Table:
+    columns = [("part", "whole"), ("role", ""), ("tensors", "right"), ("size", "right"), ("dtypes", ""), ("state", "")]
+    if wide:
+        columns.insert(3, ("parameters", "right"))
+    table = _table(*columns)
     for part in parts:
         state = _text("ok", "green") if part.complete and not part.problems else _text("ok, see below", "yellow")
         if not part.complete:
             state = _text("incomplete", "bold red")
         if part.flat:
             state = _text("flat", "yellow")
-        size = part.num_bytes or part.file_bytes
-        table.add_row(
-            _text(part.name), part.role, str(part.num_tensors), format_count(part.num_parameters), format_size(size),
-            _dtypes(part), state,
-        )  # fmt: skip
+        cells: list[Text | str] = [
+            _text(part.name),
+            part.role,
+            str(part.num_tensors),
+            format_size(part.num_bytes or part.file_bytes),
+        ]
+        if wide:
+            cells.insert(3, format_count(part.num_parameters))
+        table.add_row(*cells, _dtypes(part), state)
     return table
 
 

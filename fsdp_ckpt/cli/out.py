@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from fsdp_ckpt.run.progress import Listener, Progress
 
-__all__ = ["console", "error_lines", "json_report", "note", "progress", "warning"]
+__all__ = ["console", "error_lines", "json_report", "note", "progress", "shorten", "warning"]
+
+_MESSAGE_CHARACTERS = 1500
 
 
 def console() -> Console:
@@ -61,19 +63,25 @@ def _plain(value: Any) -> Any:
 
 def note(text: str) -> None:
     """Tell something on stderr."""
-    print(printable(text), file=sys.stderr)
+    print(shorten(text), file=sys.stderr)
 
 
 def warning(text: str) -> None:
     """Warn on stderr."""
-    print(f"warning: {printable(text)}", file=sys.stderr)
+    print(f"warning: {shorten(text)}", file=sys.stderr)
 
 
 def error_lines(message: str, hint: str | None) -> Iterator[str]:
     """Yield the lines of an error."""
-    yield f"error: {printable(message)}"
+    yield f"error: {shorten(message)}"
     if hint:
-        yield f"hint: {printable(hint)}"
+        yield f"hint: {shorten(hint)}"
+
+
+def shorten(text: str) -> str:
+    """Return a text fit for a message: what is invisible escaped, and no longer than a screen."""
+    shown = printable(text[:_MESSAGE_CHARACTERS])
+    return shown if len(text) <= _MESSAGE_CHARACTERS else shown + " …"
 
 
 @contextmanager

@@ -20,6 +20,7 @@ __all__ = ["BulkMachine", "BulkReader", "NeedsPlainRunError"]
 _SIZE_CLASS = "torch.Size"
 _INFO_CLASS = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _CACHE_LIMIT = 1 << 20
+_MAX_FILE_BYTES = 1 << 62
 
 
 class _Skipped:
@@ -162,7 +163,10 @@ class BulkReader:
             num_bytes = lengths.get(length)
             if num_bytes is None:
                 num_bytes = lengths[length] = _integer(length)
-            found += ((fqn, place), (path, _integer(start), num_bytes, ()))
+            first = _integer(start)
+            if first < 0 or num_bytes < 0 or first + num_bytes >= _MAX_FILE_BYTES:
+                raise ValueError("an impossible offset or length")
+            found += ((fqn, place), (path, first, num_bytes, ()))
             position = match.end()
             match = pattern.match(data, position)
         # Object and state of both records; one more for a text, three for a size. Later records refer to file names.

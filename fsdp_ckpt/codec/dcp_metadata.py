@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_ckpt.catalog import DType, Shape
+from fsdp_ckpt.catalog import MAX_DIMS, DType, Shape
 from fsdp_ckpt.codec.dcp_bulk import BulkMachine, BulkReader, NeedsPlainRunError
 from fsdp_ckpt.codec.known import PLAIN, record, records
 from fsdp_ckpt.codec.pickles import Constructor, Global, Machine, Record
@@ -137,7 +137,11 @@ def _is_step(step: Any) -> bool:
 
 
 def _sizes(value: Any, where: str) -> Shape:
-    if type(value) is not tuple or any(type(n) is not int or not 0 <= n < 2**63 for n in value):
+    if (
+        type(value) is not tuple
+        or len(value) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 2**63 for n in value)
+    ):
         raise MalformedFile(f"{where}: {type(value).__name__} where a shape is expected, or one with impossible sizes")
     return value
 
@@ -151,9 +155,17 @@ def _box(chunk: Any, where: str) -> tuple[Shape, Shape]:
 def _info(info: Record, where: str) -> StorageInfo:
     path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
     transforms = info.get("transform_descriptors") or ()
-    if type(path) is not str or type(offset) is not int or type(length) is not int:
-        raise MalformedFile(f"{where}: a storage record without path, offset or length")
+    if type(path) is not str or not _is_extent(offset, length):
+        raise MalformedFile(f"{where}: a storage record without path, or with an impossible offset or length")
+    if not isinstance(transforms, list | tuple) or not all(
+        type(name) is str and len(name) < 200 for name in transforms
+    ):
+        raise MalformedFile(f"{where}: a storage record with impossible transforms")
     return path, offset, length, tuple(transforms)
+
+
+def _is_extent(offset: Any, length: Any) -> bool:
+    return type(offset) is int and type(length) is int and offset >= 0 and length >= 0 and offset + length < 2**62
 
 
 def _writer(root: Record, fields: int, module: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_ckpt.catalog import DTYPES
 from fsdp_ckpt.codec.pickles import Constructor, Global, Machine, Record
+from fsdp_ckpt.errors import UnsafePickle
 
 __all__ = ["PLAIN", "record", "records"]
 
@@ -28,9 +29,12 @@ def records(module: str, *names: str) -> dict[str, Global]:
 
 def _getattr(machine: Machine, args: tuple[Any, ...]) -> Constructor:
     # Early CPython 3.11 pickles an enum member as getattr(EnumClass, "MEMBER"), and nested classes likewise.
-    if len(args) != 2 or type(args[0]) is not Constructor or type(args[1]) is not str:
+    owner, name = args if len(args) == 2 else (None, None)
+    if type(owner) is not Constructor or type(name) is not str:
         raise machine.malformed("getattr of something that is no known class")
-    return record(f"{args[0].name}.{args[1]}")
+    if not (owner.name.endswith("MEM_FORMAT_ENCODING") and name.isupper()) and name != "ProcessGroupState":
+        raise UnsafePickle(f"{owner.name}.{name[:80]}", where=machine.where)
+    return record(f"{owner.name}.{name}")
 
 
 def _size(machine: Machine, args: tuple[Any, ...]) -> tuple[int, ...]:

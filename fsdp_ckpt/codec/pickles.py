@@ -25,6 +25,7 @@ __all__ = ["Constructor", "Global", "Machine", "Opaque", "Record", "loads"]
 
 _COPY_LIMIT = 1 << 20
 _KEY_NODES = 256
+_MAX_NAME = 1000
 
 
 class Record:
@@ -178,6 +179,8 @@ class Machine:
 
     def find(self, module: str, name: str) -> Global:
         """Return what a global stands for."""
+        if len(module) + len(name) > _MAX_NAME:
+            raise self.malformed("a global with an absurdly long name")
         full = f"{module}.{name}"
         found = self._globals.get(full)
         if found is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_ckpt.catalog import DTYPES, DType, Shape
+from fsdp_ckpt.catalog import DTYPES, MAX_DIMS, DType, Shape
 from fsdp_ckpt.codec import ReadAt
 from fsdp_ckpt.errors import Incompatible, MalformedFile
 
@@ -70,9 +70,10 @@ def read_header(read_at: ReadAt, start: int, stop: int, *, where: str) -> Header
     if length > HEADER_LIMIT or 8 + length > stop - start:
         raise MalformedFile(f"{where}: a header of {length} bytes in a file of {stop - start}")
     try:
-        raw = json.loads(read_at(start + 8, length).decode(), object_pairs_hook=_no_duplicates)
-        if isinstance(raw, dict):
-            json.dumps(list(raw), ensure_ascii=False).encode()  # names may be escapes of what is no Unicode
+        text = read_at(start + 8, length).decode()
+        raw = json.loads(text, object_pairs_hook=_no_duplicates)
+        if "\\u" in text:
+            json.dumps(raw, ensure_ascii=False).encode()  # escapes may stand for what is no Unicode
     except (ValueError, RecursionError) as error:
         raise MalformedFile(f"{where}: the header is no JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -109,7 +110,7 @@ def _tensor(name: str, item: Any, data_start: int, where: str) -> HeaderTensor:
     code, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     dtype = _BY_CODE.get(code) if isinstance(code, str) else None
     if dtype is None:
-        if code in _KNOWN_UNUSED:
+        if isinstance(code, str) and code in _KNOWN_UNUSED:
             raise Incompatible(f"{where}: `{name}` has dtype {code}, which torch does not have")
         raise MalformedFile(f"{where}: `{name}` has the unknown dtype {code!r:.40}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
@@ -126,7 +127,7 @@ def _tensor(name: str, item: Any, data_start: int, where: str) -> HeaderTensor:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    return isinstance(value, list) and len(value) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def plan_header(

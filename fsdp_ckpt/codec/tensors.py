@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_ckpt.catalog import DTYPES, DType, Shape
+from fsdp_ckpt.catalog import DTYPES, MAX_DIMS, DType, Shape
 from fsdp_ckpt.codec.known import PLAIN, records
 from fsdp_ckpt.codec.pickles import Constructor, Global, Machine, Record
 
@@ -123,7 +123,11 @@ def storage_from_pid(pid: Any) -> StorageRef:
 
 
 def _shape(machine: Machine, value: Any) -> Shape:
-    if type(value) is not tuple or any(type(n) is not int or not 0 <= n < 2**63 for n in value):
+    if (
+        type(value) is not tuple
+        or len(value) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 2**63 for n in value)
+    ):
         raise machine.malformed(f"{type(value).__name__} where a shape is expected, or one with impossible sizes")
     return value
 

@@ -13,6 +13,7 @@ from fsdp_ckpt.layouts.roles import KeyPath
 __all__ = ["flatten"]
 
 _DEPTH = 32
+_KEY_TEXT = 200
 _LIMIT = 5_000_000
 _TENSORS = (TensorRef, DTensorRef, ShardedTensorRef)
 
@@ -36,7 +37,7 @@ def _walk(value: Any, path: KeyPath, where: str) -> Iterator[tuple[KeyPath, Any]
         raise MalformedFile(f"{where}: nested more than {_DEPTH} deep")
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _walk(item, (*path, key if isinstance(key, int) else str(key)), where)
+            yield from _walk(item, (*path, _step(key, where)), where)
     elif isinstance(value, list) and any(isinstance(item, (dict, *_TENSORS)) for item in value):
         for index, item in enumerate(value):
             yield from _walk(item, (*path, index), where)
@@ -44,6 +45,14 @@ def _walk(value: Any, path: KeyPath, where: str) -> Iterator[tuple[KeyPath, Any]
         yield from _walk(value.state, path, where)
     else:
         yield path, value
+
+
+def _step(key: Any, where: str) -> str | int:
+    if isinstance(key, str) or (isinstance(key, int) and abs(key) < 2**63):
+        return key
+    if isinstance(key, float | tuple | bytes) or key is None:
+        return ascii(key)[:_KEY_TEXT]
+    raise MalformedFile(f"{where}: a key that is neither a text nor a number")
 
 
 def _holds_tensors(state: dict[Any, Any]) -> bool:

@@ -140,9 +140,13 @@ def _saved_offsets(metadata: Mapping[str, str], where: str) -> dict[str, Shape]:
     if text is None:
         return {}
     try:
-        return {key: tuple(map(int, item["saved_offsets"])) for key, item in json.loads(text).items()}
+        offsets = {key: tuple(item["saved_offsets"]) for key, item in json.loads(text).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedFile(f"{where}: DCP_SHARDING_INFO is broken: {error}") from None
+    for place in offsets.values():
+        if not all(type(n) is int and 0 <= n < 2**62 for n in place):
+            raise MalformedFile(f"{where}: DCP_SHARDING_INFO has impossible offsets")
+    return offsets
 
 
 def _check_index(folder: Folder, index_name: str, gather: _Gather) -> Iterable[Problem]:

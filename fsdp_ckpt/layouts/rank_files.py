@@ -25,7 +25,10 @@ from fsdp_ckpt.store.local import Folder
 
 __all__ = ["RankGroup", "group_rank_files", "read_rank_files"]
 
-_NAME = re.compile(r"(?P<stem>.*?)(?:_world_size_(?P<world>\d+))?[._-]rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
+_NAME = re.compile(r"(?P<stem>.*?)(?:_world_size_(?P<world>\d{1,9}))?[._-]rank[_-]?(?P<rank>\d{1,9})\.(?:pt|pth|bin)")
+
+
+_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ def group_rank_files(folder: Folder) -> list[RankGroup]:
     found: dict[tuple[str, int | None], dict[int, str]] = {}
     for name in folder.files:
         match = _NAME.fullmatch(name)
-        if match:
+        if match and max(int(match["world"] or 0), int(match["rank"])) < _MAX_RANKS:
             world = int(match["world"]) if match["world"] else None
             found.setdefault((match["stem"], world), {})[int(match["rank"])] = name
     groups = [

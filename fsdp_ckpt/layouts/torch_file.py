@@ -65,12 +65,15 @@ def open_torch_file(store: LocalStore, file: str, *, allow_unknown: bool = False
 
     Raises:
         IncompleteCheckpoint: There is no such file.
-        UnknownLayout: It is not a file of torch.save.
+        UnknownLayout: It is not a file of torch.save, or not of a state dict.
         UnsafePickle: It refers to a global that is not allowed.
         MalformedFile: It is damaged.
     """
     archive, value = _load(store, file, allow_unknown=allow_unknown)
-    return TorchFile(file, archive.stop, archive, flatten(value, where=file))
+    leaves = flatten(value, where=file)
+    if any(path == () for path, _ in leaves):
+        raise UnknownLayout(f"{file} holds a single value, not a state dict")
+    return TorchFile(file, archive.stop, archive, leaves)
 
 
 def open_torch_value(store: LocalStore, file: str) -> Any:

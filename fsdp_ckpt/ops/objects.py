@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ __all__ = ["read_object", "to_plain"]
 _MAX_ITEMS = 64
 _MAX_TEXT = 400
 _MAX_DEPTH = 8
+_MAX_NODES = 5000
 _MAX_COMPRESSED = 64 << 20
 _NUMPY_FORMATS = {
     "f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "i2": "<h", "i1": "<b",
@@ -64,45 +66,76 @@ def _expand(data: bytes, where: str) -> bytes:
         raise MalformedFile(f"{where}: broken zstd stream: {error}") from None
 
 
-def to_plain(value: Any, depth: int = 0) -> Any:
+def to_plain(value: Any) -> Any:
     """Return numbers, texts, lists and dictionaries as they are (long ones cut), anything else as a text about it."""
-    if value is None or isinstance(value, bool | int | float):
-        fits = math.isfinite(value) if isinstance(value, float) else value is None or abs(value) < 2**63
-        return value if fits else str(value)  # JSON has neither infinity nor numbers of any length
-    if isinstance(value, str):
-        return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        return "…" if depth >= _MAX_DEPTH else _container(value, depth)
-    return _describe(value)
+    return _Shower().show(value, 0)
 
 
-def _container(value: Any, depth: int) -> Any:
-    more = len(value) - _MAX_ITEMS
-    first = itertools.islice(value, _MAX_ITEMS)
-    if isinstance(value, Mapping):
-        shown = {str(key)[:_MAX_TEXT]: to_plain(value[key], depth + 1) for key in first}
+class _Shower:
+    """Shows one value, and only so much of it: a pickle may contain itself, many times over."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_NODES
+
+    def show(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if value is None or isinstance(value, bool | float):
+            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        if isinstance(value, int):  # JSON has neither infinity nor numbers of any length
+            return value if abs(value) < 2**63 else _long_number(value)
+        if isinstance(value, str):
+            return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
+        if depth >= _MAX_DEPTH or self._left < 0:
+            return "…"
+        if isinstance(value, Mapping):
+            return self._mapping(value, depth)
+        if isinstance(value, list | tuple | set | frozenset):
+            items = [self.show(item, depth + 1) for item in itertools.islice(value, _MAX_ITEMS)]
+            more = len(value) - _MAX_ITEMS
+            return [*items, f"… {more} more"] if more > 0 else items
+        return self._other(value, depth)
+
+    def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        shown = {}
+        for key in itertools.islice(value, _MAX_ITEMS):
+            text = self.show(key, depth + 1)
+            shown[text if isinstance(text, str) else json.dumps(text)] = self.show(value[key], depth + 1)
+        more = len(value) - _MAX_ITEMS
         return shown | {"…": f"{more} more"} if more > 0 else shown
-    items = [to_plain(item, depth + 1) for item in first]
-    return [*items, f"… {more} more"] if more > 0 else items
+
+    def _other(self, value: Any, depth: int) -> Any:
+        match value:
+            case bytes():
+                return f"<{len(value)} bytes>"
+            case TensorRef():
+                return _tensor_text("tensor", value.dtype, value.shape)
+            case DTensorRef():
+                return _tensor_text("DTensor", value.local.dtype, value.shape)
+            case ShardedTensorRef():
+                return _tensor_text("ShardedTensor", value.dtype, value.shape)
+            case DType():
+                return f"torch.{value.name}"
+            case Record() if not isinstance(value, Opaque):
+                return self._record(value, depth)
+            case complex() | slice() | range() | Opaque():
+                return repr(value)[:_MAX_TEXT]
+            case _:
+                return f"<{type(value).__name__}>"
+
+    def _record(self, value: Record, depth: int) -> Any:
+        number = _numpy_scalar(value)
+        if number is not None:
+            return self.show(number, depth)
+        if value.cls.endswith("multiarray._reconstruct") and isinstance(value.state, tuple) and len(value.state) >= 3:
+            shape, dtype = value.state[1], value.state[2]
+            name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else "?"
+            return f"<ndarray {self.show(name, depth + 1)} {self.show(shape, depth + 1)}>"[:_MAX_TEXT]
+        args = ", ".join(str(self.show(arg, depth + 1)) for arg in value.args[:4])
+        return f"{value.cls}({args})"[:_MAX_TEXT]
 
 
-def _describe(value: Any) -> Any:
-    match value:
-        case bytes():
-            return f"<{len(value)} bytes>"
-        case TensorRef():
-            return _tensor_text("tensor", value.dtype, value.shape)
-        case DTensorRef():
-            return _tensor_text("DTensor", value.local.dtype, value.shape)
-        case ShardedTensorRef():
-            return _tensor_text("ShardedTensor", value.dtype, value.shape)
-        case DType():
-            return f"torch.{value.name}"
-        case Record() if not isinstance(value, Opaque):
-            number = _numpy_scalar(value)
-            return _record_text(value) if number is None else number
-        case _:
-            return repr(value)[:_MAX_TEXT]
+def _long_number(value: int) -> str:
+    return str(value) if value.bit_length() <= 1024 else f"<integer of {value.bit_length()} bits>"
 
 
 def _tensor_text(kind: str, dtype: DType, shape: Sequence[int]) -> str:
@@ -118,13 +151,4 @@ def _numpy_scalar(value: Record) -> Any:
     form = _NUMPY_FORMATS.get(name) if isinstance(name, str) else None
     if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
         return None
-    return to_plain(struct.unpack(form, data)[0])
-
-
-def _record_text(value: Record) -> str:
-    if value.cls.endswith("multiarray._reconstruct") and isinstance(value.state, tuple) and len(value.state) >= 3:
-        shape, dtype = value.state[1], value.state[2]
-        name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else "?"
-        return f"<ndarray {name} {shape}>"
-    args = ", ".join(str(to_plain(arg, _MAX_DEPTH)) for arg in value.args[:4])
-    return f"{value.cls}({args})"[:_MAX_TEXT]
+    return struct.unpack(form, data)[0]

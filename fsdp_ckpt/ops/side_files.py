@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_ckpt.errors import MalformedFile
 from fsdp_ckpt.layouts.composite import SIDE_FILES
+from fsdp_ckpt.store.local import LocalStore
 
 __all__ = ["SideFiles", "find_side_files"]
 
 _MAX_BYTES = 200_000_000
+_MAX_CONFIG_BYTES = 4_000_000
 _STEP_FOLDER = re.compile(
     r"(checkpoint|step|global_step|iter|epoch)[-_]?\d+|pytorch_model.*|actor|sharded|dcp", re.IGNORECASE
 )
@@ -39,14 +43,26 @@ def find_side_files(source: Path) -> SideFiles:
     """Look in a folder, beside it, and above it while folders are named like steps or parts; the nearest file wins."""
     found: dict[str, Path] = {}
     for folder in _places(source):
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            name = path.name
-            if name in found or not SIDE_FILES.fullmatch(name) or not path.is_file():
-                continue
-            if path.stat().st_size <= _MAX_BYTES and not (name == "config.json" and not _is_model_config(path)):
+        for name, path in _candidates(folder):
+            if name not in found and (name != "config.json" or _is_model_config(path)):
                 found[name] = path
     config = _load(found["config.json"]) if "config.json" in found else {}
     return SideFiles(files=found, missing=tuple(name for name in _WANTED if name not in found), config=config)
+
+
+def _candidates(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield files of a folder by their names; links that lead out of it are left alone."""
+    if not folder.is_dir():
+        return
+    store = LocalStore(folder)
+    for name in sorted(os.listdir(folder)):
+        if SIDE_FILES.fullmatch(name):
+            try:
+                size = store.size(name)
+            except MalformedFile:
+                continue
+            if size is not None and size <= (_MAX_CONFIG_BYTES if name == "config.json" else _MAX_BYTES):
+                yield name, Path(store.path(name))
 
 
 def _places(source: Path) -> Iterator[Path]:

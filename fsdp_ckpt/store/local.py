@@ -23,6 +23,7 @@ __all__ = ["FileReader", "Folder", "LocalStore"]
 
 _OPEN_FILES = 48
 _SMALL_BYTES = 128 << 20
+_CHECKED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class FileReader:
             MalformedFile: The file is shorter.
         """
         with self.store.descriptor(self.file) as fd:
+            if num_bytes > _CHECKED_BYTES and start + num_bytes > os.fstat(fd).st_size:
+                raise MalformedFile(f"{self.file}: ends before byte {start + num_bytes}")
             pieces, have = [], 0
             while have < num_bytes:
                 piece = os.pread(fd, min(num_bytes - have, 1 << 30), start + have)

@@ -24,6 +24,7 @@ _MAX_GROUPS = 60
 _MAX_SHARDS = 64
 _MAX_PROBLEMS = 12
 _BAR = 24
+_MAX_DEPTH = 40
 
 
 def show_inspect(
@@ -188,6 +189,8 @@ def _tree(console: Console, part: PartReport) -> None:
 
 def _components(pattern: str) -> tuple[str, ...]:
     """Split a name at its dots, but not within ``{0..31}``."""
+    if pattern.count(".") > _MAX_DEPTH:
+        return (pattern,)
     return tuple(re.split(r"\.(?![^{}]*\})", pattern))
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_ckpt.catalog import DTYPES, Checkpoint, DType, Part, Severity
-from fsdp_ckpt.errors import NoModelWeights, UsageError
+from fsdp_ckpt.errors import CorruptCheckpoint, NoModelWeights, UsageError
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.names import parse_rename
 from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete
 from fsdp_ckpt.ops.share import Share
 from fsdp_ckpt.ops.side_files import SideFiles, find_side_files
 from fsdp_ckpt.ops.ties import find_aliases, tie
+from fsdp_ckpt.plan.extents import find_shared_bytes
 from fsdp_ckpt.plan.merge import Selection, select_tensors
 from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.units import parse_size
@@ -109,6 +110,9 @@ def plan_merge(src: str | os.PathLike[str], options: MergeOptions | None = None,
             f"`{text}` holds no tensors, only {len(part.objects)} pickled objects",
             hint="it was saved with flatten_state_dict=False or outside of a state dict; load it with torch",
         )
+    shared = find_shared_bytes(part.tensors.values())
+    if shared is not None:
+        raise CorruptCheckpoint(f"`{shared[0]}` and `{shared[1]}` claim the same bytes; nothing was written")
     selection = select_tensors(
         list(part.tensors.values()), dtype=dtype, include=chosen.include, exclude=chosen.exclude, renames=renames
     )

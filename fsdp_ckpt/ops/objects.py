@@ -7,11 +7,11 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_ckpt.catalog import DType, Encoding, ObjectEntry
-from fsdp_ckpt.codec.pickles import Opaque, Record
+from fsdp_ckpt.codec.pickles import Constructor, Opaque, Record
 from fsdp_ckpt.codec.tensors import TORCH, DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import open_archive
 from fsdp_ckpt.errors import FsdpCkptError, MalformedFile
@@ -23,7 +23,7 @@ __all__ = ["read_object", "to_plain"]
 _MAX_ITEMS = 64
 _MAX_TEXT = 400
 _MAX_DEPTH = 8
-_MAX_NODES = 5000
+_MAX_NODES = 1000
 _MAX_COMPRESSED = 64 << 20
 _NUMPY_FORMATS = {
     "f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "i2": "<h", "i1": "<b",
@@ -90,18 +90,24 @@ class _Shower:
         if isinstance(value, Mapping):
             return self._mapping(value, depth)
         if isinstance(value, list | tuple | set | frozenset):
-            items = [self.show(item, depth + 1) for item in itertools.islice(value, _MAX_ITEMS)]
-            more = len(value) - _MAX_ITEMS
+            items = [self.show(item, depth + 1) for item in self._some(value)]
+            more = len(value) - len(items)
             return [*items, f"… {more} more"] if more > 0 else items
         return self._other(value, depth)
 
     def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         shown = {}
-        for key in itertools.islice(value, _MAX_ITEMS):
+        for key in self._some(value):
             text = self.show(key, depth + 1)
             shown[text if isinstance(text, str) else json.dumps(text)] = self.show(value[key], depth + 1)
-        more = len(value) - _MAX_ITEMS
+        more = len(value) - len(shown)
         return shown | {"…": f"{more} more"} if more > 0 else shown
+
+    def _some(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in itertools.islice(values, _MAX_ITEMS):
+            if self._left < 0:
+                return
+            yield value
 
     def _other(self, value: Any, depth: int) -> Any:
         match value:
@@ -117,7 +123,7 @@ class _Shower:
                 return f"torch.{value.name}"
             case Record() if not isinstance(value, Opaque):
                 return self._record(value, depth)
-            case complex() | slice() | range() | Opaque():
+            case complex() | slice() | range() | Opaque() | Constructor():
                 return repr(value)[:_MAX_TEXT]
             case _:
                 return f"<{type(value).__name__}>"

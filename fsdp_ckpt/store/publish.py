@@ -87,7 +87,12 @@ class Staging:
                 if other != self.path or not (resume or shared):
                     _remove_if_idle(other)
             self.path.mkdir(exist_ok=True)
-            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self.path.is_symlink():
+                raise DestinationExists(f"`{self.path}` is a link; nothing was written", hint=f"remove {self.path}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+            self._lock = os.open(self.path / _LOCK, flags, 0o600)
+        except DestinationExists:
+            raise
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
                 raise

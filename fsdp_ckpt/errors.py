@@ -117,7 +117,10 @@ class UnsafePickle(CorruptCheckpoint):
     """
 
     def __init__(self, name: str, *, where: str, hint: str | None = None) -> None:
-        super().__init__(f"{where}: the pickle refers to `{name}`, which is not allowed; nothing was run", hint=hint)
+        super().__init__(
+            f"{where}: the pickle refers to `{name}`, which is not allowed; nothing was run",
+            hint=hint or "torch would run it: do not load this file with torch before you know why it is there",
+        )
         self.name = name
         self.where = where
 

@@ -13,7 +13,7 @@ import fsdp_ckpt
 from fsdp_ckpt.cli import inspect as inspect_command
 from fsdp_ckpt.cli import merge as merge_command
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 app = typer.Typer(
     name="fsdp-ckpt",
@@ -26,8 +26,9 @@ Start here:
   fsdp-ckpt inspect CHECKPOINT          what is in it, and is it whole?
   fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
 \b
-Exit codes: 0 ok, 2 usage, 3 no checkpoint, 4 corrupt or incomplete, 5 destination
-exists, 6 not enough disk or memory, 8 incompatible, 70 internal, 130/143 signals.
+Exit codes: 0 ok, 2 usage, 3 no checkpoint, 4 corrupt or incomplete,
+  5 destination exists, 6 not enough disk or memory, 8 incompatible,
+  70 internal error, 130 and 143 signals.
 """,
 )
 
@@ -72,8 +73,8 @@ def complete_arguments(arguments: list[str]) -> list[str]:
     return result
 
 
-def main() -> None:
-    """Run the command line."""
+def run() -> None:
+    """Run the command line with the arguments of the process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks

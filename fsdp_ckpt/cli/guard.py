@@ -58,7 +58,9 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(6) from None
         except OSError as error:
             _explain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), None)
-            raise typer.Exit(6 if error.errno in (errno.ENOSPC, errno.EDQUOT) else _INTERNAL) from None
+            _close_pipe_if_full()
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            raise typer.Exit(6 if full else _INTERNAL) from None
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:  # noqa: BLE001  # the last resort of the command line
@@ -90,6 +92,13 @@ def _resume_hint() -> str | None:
     import shlex
 
     return f"to go on where it stopped: fsdp-ckpt {shlex.join(arguments)} --resume"
+
+
+def _close_pipe_if_full() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _close_pipe()
 
 
 def _close_pipe() -> None:

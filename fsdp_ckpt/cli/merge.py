@@ -14,7 +14,7 @@ from fsdp_ckpt.cli.guard import guard
 EXAMPLES = """\b
 Examples:
   fsdp-ckpt merge run/checkpoint-2000/pytorch_model_fsdp_0 out/
-  fsdp-ckpt merge run/checkpoint-2000 out/ --dtype bfloat16 --max-shard-size 5GB
+  fsdp-ckpt merge checkpoint-2000 out/ --dtype bfloat16 --max-shard-size 5GB
   fsdp-ckpt merge run/step-1000 out/ --dry-run
   torchrun --nproc-per-node 8 --no-python fsdp-ckpt merge step-1000 out/
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from fsdp_ckpt.catalog import Chunk, DType, Encoding, Shape, contiguous_strides
 from fsdp_ckpt.codec import ReadAt
 from fsdp_ckpt.codec.pickles import Global, Machine
 from fsdp_ckpt.codec.tensors import TORCH, TensorRef, storage_from_pid
-from fsdp_ckpt.errors import Incompatible, MalformedFile
+from fsdp_ckpt.errors import ChecksumMismatch, Incompatible, MalformedFile
 
 __all__ = ["Archive", "ZipRecord", "locate", "open_archive", "resolve_item"]
 
@@ -75,13 +76,17 @@ class Archive:
 
         Raises:
             MalformedFile: There is no such record, or it is too large to be one.
+            ChecksumMismatch: Its bytes are damaged.
         """
         record = self.records.get(name)
         if record is None:
             raise MalformedFile(f"{self.where}: no record `{name}` in the archive")
         if record.size > _MAX_PICKLE_BYTES:
             raise MalformedFile(f"{self.where}: record `{name}` has an absurd size of {record.size} bytes")
-        return self.read_at(record.start, record.size)
+        content = self.read_at(record.start, record.size)
+        if self.has_crc and zlib.crc32(content) != record.crc32:
+            raise ChecksumMismatch(f"{self.where}: record `{name}` is damaged: its CRC-32 is not the recorded one")
+        return content
 
     def load(self, known: Mapping[str, Global] = TORCH, *, allow_unknown: bool = False) -> Any:
         """Return the value of ``data.pkl``; tensors are ``TensorRef``.

@@ -7,6 +7,7 @@ case the newest complete one is taken, by step.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,9 +179,10 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
             return replace(found, chosen=text, step=found.step if found.step is not None else step, facts=facts)
         passed.append(f"{name} (incomplete)")
     if passed:
+        first = passed[0].rpartition(" (")[0]
         raise IncompleteCheckpoint(
             f"`{text}` holds no complete checkpoint: {', '.join(passed)}",
-            hint=f"fsdp-ckpt inspect {folder.path / passed[0].split(' (', maxsplit=1)[0]}",
+            hint=f"fsdp-ckpt inspect {shlex.quote(str(folder.path / first))}",
         )
     names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files][:8]) or "nothing"
     raise UnknownLayout(

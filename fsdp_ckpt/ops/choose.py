@@ -14,14 +14,16 @@ __all__ = ["choose_model_part", "describe_part", "refuse_incomplete"]
 _TRAINING_DIALECTS = ("dcp", "rank-files", "torch-file")
 
 
-def choose_model_part(checkpoint: Checkpoint, name: str | None, *, path: str, command: str) -> tuple[Part, list[str]]:
+def choose_model_part(
+    checkpoint: Checkpoint, name: str | None, *, path: str, out: str = "OUT"
+) -> tuple[Part, list[str]]:
     """Return the part that holds the model, and notes about what was left aside.
 
     Args:
         checkpoint: The checkpoint.
         name: What the user asked for; None for the obvious one.
         path: As the user typed it, for messages.
-        command: The command to suggest, without path (``merge``).
+        out: The destination, for messages.
 
     Raises:
         NoModelWeights: There is none.
@@ -40,14 +42,14 @@ def choose_model_part(checkpoint: Checkpoint, name: str | None, *, path: str, co
         raise UsageError(f"`{path}` has no part `{name}`", hint=f"its parts are: {names}")
     models = [part for part in checkpoint.parts if part.role is Role.MODEL]
     if not models:
-        raise _no_model(checkpoint, path)
+        raise _no_model(checkpoint, path, out)
     best = min(map(_tier, models))
     chosen = [part for part in models if _tier(part) == best]
     if len(chosen) > 1:
         listing = "; ".join(describe_part(part) for part in chosen)
         raise AmbiguousPart(
             f"`{path}` holds {len(chosen)} models: {listing}",
-            hint=f"fsdp-ckpt {command} {quoted} --part {shlex.quote(chosen[0].name)} …",
+            hint=f"fsdp-ckpt merge {quoted} {shlex.quote(out)} --part {shlex.quote(chosen[0].name)}",
         )
     notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
@@ -93,14 +95,14 @@ def _tier(part: Part) -> int:
     return 1 if part.name in ("model", "pytorch_model") else 2
 
 
-def _no_model(checkpoint: Checkpoint, path: str) -> NoModelWeights:
+def _no_model(checkpoint: Checkpoint, path: str, out: str) -> NoModelWeights:
     optimizers: Sequence[Part] = [part for part in checkpoint.parts if part.role is Role.OPTIMIZER]
     if optimizers:
         beside = checkpoint.root.resolve().parent
         hint = None
         if checkpoint.root.name.startswith("optimizer") and beside.is_dir():
             found = sorted(p.name for p in beside.iterdir() if p.name.startswith("pytorch_model"))
-            hint = f"fsdp-ckpt merge {shlex.quote(str(beside / found[0]))} OUT" if found else None
+            hint = f"fsdp-ckpt merge {shlex.quote(str(beside / found[0]))} {shlex.quote(out)}" if found else None
         return NoModelWeights(f"`{path}` holds optimizer state, not model weights", hint=hint)
     names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
     return NoModelWeights(f"`{path}` holds no model weights, only: {names}")

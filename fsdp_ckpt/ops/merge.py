@@ -145,8 +145,8 @@ def merge(
         {'model.safetensors': 14483464192}
     """
     begun = time.monotonic()
-    plan = plan_merge(src, options, **changes)
     target = os.fspath(out).removeprefix("file://")
+    plan = plan_merge(src, options, out=target, **changes)
     destination = resolve_destination(Path(target))
     check_destination(
         destination,

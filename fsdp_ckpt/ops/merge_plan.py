@@ -89,7 +89,9 @@ class MergePlan:
         return self.checkpoint.root
 
 
-def plan_merge(src: str | os.PathLike[str], options: MergeOptions | None = None, **changes: Any) -> MergePlan:
+def plan_merge(
+    src: str | os.PathLike[str], options: MergeOptions | None = None, *, out: str = "OUT", **changes: Any
+) -> MergePlan:
     """Read the metadata of a checkpoint and decide what to write; arguments and errors as ``merge``."""
     text = os.fspath(src)
     try:
@@ -103,7 +105,7 @@ def plan_merge(src: str | os.PathLike[str], options: MergeOptions | None = None,
     max_shard_bytes = parse_size(chosen.max_shard_size)
     dtype, renames = _cast_target(chosen.dtype), parse_rename(chosen.rename)
     checkpoint = read_checkpoint(text)
-    part, notes = choose_model_part(checkpoint, chosen.part, path=text, command="merge")
+    part, notes = choose_model_part(checkpoint, chosen.part, path=text, out=out)
     refuse_incomplete(part, path=text)
     if not part.tensors:
         raise NoModelWeights(

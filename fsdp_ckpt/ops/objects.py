@@ -23,7 +23,7 @@ __all__ = ["read_object", "to_plain"]
 _MAX_ITEMS = 64
 _MAX_TEXT = 400
 _MAX_DEPTH = 8
-_MAX_NODES = 1000
+_MAX_NODES = 400
 _MAX_COMPRESSED = 64 << 20
 _NUMPY_FORMATS = {
     "f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "i2": "<h", "i1": "<b",

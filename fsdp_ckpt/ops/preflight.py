@@ -43,18 +43,20 @@ def check_destination(destination: Path, checkpoint: Checkpoint, *, src: str, ou
     names = sorted(entry.name for entry in destination.iterdir() if not is_staging(entry.name))
     if not names:
         return
-    if not overwrite:
-        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-        raise DestinationExists(
-            f"`{out}` is not empty: it holds {shown}",
-            hint=f"{quoted} {shlex.quote(out)} --overwrite   (replaces it in one step), or choose another folder",
-        )
     foreign = [name for name in names if not _WEIGHTS.fullmatch(name) and not SIDE_FILES.fullmatch(name)]
+    elsewhere = f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
+    if overwrite and not foreign:
+        return
     if foreign:
+        more = "; --overwrite would replace the whole folder" if overwrite else ""
         raise DestinationExists(
-            f"`{out}` holds `{foreign[0]}`, which is not part of a merged model; --overwrite replaces the whole folder",
-            hint="choose another folder, or move that file away",
+            f"`{out}` holds `{foreign[0]}`, which is not part of a merged model{more}", hint=elsewhere
         )
+    shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+    raise DestinationExists(
+        f"`{out}` is not empty: it holds {shown}",
+        hint=f"{quoted} {shlex.quote(out)} --overwrite    (replaces it in one step)",
+    )
 
 
 def check_space(destination: Path, needed_bytes: int, num_files: int) -> int | None:

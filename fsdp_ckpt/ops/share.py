@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.run.engine import OutputSpec
-from fsdp_ckpt.store.publish import Staging
+from fsdp_ckpt.store.publish import PUBLISH_LOCK, Staging
 
 __all__ = ["Share", "all_done", "note_done", "publish_lock", "share_from_environment"]
 
@@ -55,7 +56,11 @@ class Share:
 
 
 def share_from_environment(environment: Mapping[str, str]) -> Share | None:
-    """Return the share that torchrun or ``srun`` gave this process; None for a process on its own."""
+    """Return the share that torchrun or ``srun`` gave this process; None for a process on its own.
+
+    Raises:
+        UsageError: A rank outside of its world.
+    """
     rank, count = environment.get("RANK"), environment.get("WORLD_SIZE")
     if "TORCHELASTIC_RUN_ID" not in environment:
         rank, count = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
@@ -64,6 +69,8 @@ def share_from_environment(environment: Mapping[str, str]) -> Share | None:
             return None
     if rank is None or count is None or not rank.isdigit() or not count.isdigit() or int(count) < 2:
         return None
+    if int(rank) >= int(count):
+        raise UsageError(f"the environment says rank {rank} of {count} processes, which cannot be")
     return Share(index=int(rank) + 1, count=int(count))
 
 
@@ -76,7 +83,10 @@ def all_done(staging: Staging, share: Share) -> list[int]:
     """Return the shares that are still missing. Another process may have published already: then none are."""
     if not staging.path.is_dir():
         return []
-    names = set(os.listdir(staging.path))
+    try:
+        names = set(os.listdir(staging.path))
+    except FileNotFoundError:
+        return []
     missing = [n for n in range(1, share.count + 1) if f".done-{n}-of-{share.count}" not in names]
     return missing if staging.path.is_dir() else []
 
@@ -87,7 +97,7 @@ def publish_lock(staging: Staging, *, shared: bool) -> Iterator[bool]:
     if not shared:
         yield True
         return
-    path = staging.file(".publish")
+    path = staging.file(PUBLISH_LOCK)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -95,6 +105,13 @@ def publish_lock(staging: Staging, *, shared: bool) -> Iterator[bool]:
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield path.exists() and os.path.samestat(os.fstat(fd), os.stat(path))
+        yield _is_same(fd, path)
     finally:
         os.close(fd)
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False

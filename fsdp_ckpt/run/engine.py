@@ -202,6 +202,6 @@ def _tensor_crc(fd: int, span: tuple[int, int], results: Sequence[tuple[CopyTask
 
 
 def _explain(error: BaseException, destination: Path) -> BaseException:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return NotEnoughSpace(f"no space left while writing `{destination}`: {error.strerror}")
     return error

@@ -12,16 +12,23 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_ckpt.errors import DestinationExists, UsageError
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
-__all__ = ["Staging", "current_umask", "is_staging", "leftovers", "resolve_destination"]
+__all__ = ["PUBLISH_LOCK", "Staging", "current_umask", "is_staging", "leftovers", "resolve_destination"]
 
 _MARK = "fsdp-ckpt"
-_LOCK = ".lock"
+_LOCK = ".fsdp-ckpt-lock"
+PUBLISH_LOCK = ".fsdp-ckpt-publish"
+"""Held by whoever publishes, where several processes could."""
+_LOCKS = (_LOCK, PUBLISH_LOCK)
+_LOCK_TRIES = 20
+_LOCK_WAIT_S = 0.02
 _STAGING = re.compile(rf"\.(?P<owner>.*)\.{_MARK}-[0-9a-f]+(\.old)?", re.DOTALL)
 
 
@@ -32,7 +39,7 @@ def resolve_destination(path: Path) -> Path:
 
 def is_staging(name: str) -> bool:
     """Tell whether a name is one that we give to folders of unfinished results."""
-    return _STAGING.fullmatch(name) is not None
+    return name in _LOCKS or _STAGING.fullmatch(name) is not None
 
 
 def leftovers(destination: Path) -> Iterator[Path]:
@@ -86,26 +93,36 @@ class Staging:
             for other in leftovers(destination):
                 if other != self.path or not (resume or shared):
                     _remove_if_idle(other)
-            self.path.mkdir(exist_ok=True)
-            if self.path.is_symlink():
-                raise DestinationExists(f"`{self.path}` is a link; nothing was written", hint=f"remove {self.path}")
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-            self._lock = os.open(self.path / _LOCK, flags, 0o600)
+            self._lock = self._acquire(shared=shared)
         except DestinationExists:
             raise
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
                 raise
             raise UsageError(
                 f"cannot write to `{destination.parent}`: {error.strerror}", hint="choose another output folder"
             ) from None
-        try:
-            fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise DestinationExists(
-                f"another process is writing to `{destination}`", hint="wait for it, or stop it"
-            ) from None
+
+    def _acquire(self, *, shared: bool) -> int:
+        """Make the folder and lock it; another run may be removing it as a leftover at this moment."""
+        mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
+        for _ in range(_LOCK_TRIES):
+            with suppress(FileExistsError):
+                self.path.mkdir()
+            if self.path.is_symlink():
+                raise DestinationExists(f"`{self.path}` is a link; nothing was written", hint=f"remove {self.path}")
+            try:
+                lock = _open_lock(self.path)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, mode)
+                if _is_at(lock, self.path / _LOCK):
+                    return lock
+            except BlockingIOError:
+                time.sleep(_LOCK_WAIT_S)
+            os.close(lock)
+        raise DestinationExists(f"another process is writing to `{self.destination}`", hint="wait for it, or stop it")
 
     def file(self, name: str) -> Path:
         """Return where to write a file of the result."""
@@ -139,7 +156,9 @@ class Staging:
         Raises:
             DestinationExists: Something appeared at the destination in the meantime.
         """
-        for entry in self.path.iterdir():  # locks, markers, what another run left
+        for entry in self.path.iterdir():  # markers, what another run left; locks stay until the end
+            if entry.name in _LOCKS:
+                continue
             if entry.name.startswith(".") and entry.is_dir():
                 shutil.rmtree(entry)
             elif entry.name.startswith(".") or entry.suffix == ".part":
@@ -150,6 +169,8 @@ class Staging:
             self._move_up()
         else:
             self._rename()
+            for name in _LOCKS:
+                (self.destination / name).unlink(missing_ok=True)
         if durable:
             fsync_folder(self.destination)
             for folder in (self.destination, *self.created_parents):
@@ -177,9 +198,11 @@ class Staging:
         shutil.rmtree(old)
 
     def _move_up(self) -> None:
-        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name.endswith(".index.json")):
-            os.rename(entry, self.destination / entry.name)
-        self.path.rmdir()
+        names = sorted(os.listdir(self.path), key=lambda name: name.endswith(".index.json"))
+        for name in names:
+            if name not in _LOCKS:
+                os.rename(self.path / name, self.destination / name)
+        shutil.rmtree(self.path)
 
     def discard(self) -> None:
         """Remove what was written, and the parents that were made for it."""
@@ -235,15 +258,27 @@ def _missing_parents(destination: Path) -> list[Path]:
     return missing
 
 
+def _open_lock(folder: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    return os.open(folder / _LOCK, flags, 0o600)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
 def _remove_if_idle(path: Path) -> None:
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = _open_lock(path)
     except FileNotFoundError:
-        shutil.rmtree(path, ignore_errors=True)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        if _is_at(lock, path / _LOCK):
+            shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
         pass
     finally:

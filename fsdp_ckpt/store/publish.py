@@ -76,6 +76,7 @@ class Staging:
     ) -> None:
         self.destination = destination
         self.overwrite = overwrite
+        self.shared = shared
         self.inside = destination.is_dir() and (
             os.path.ismount(destination) or not os.access(destination.parent, os.W_OK)
         )
@@ -215,9 +216,10 @@ class Staging:
                 break
 
     def suspend(self) -> None:
-        """Leave what is finished for a run with ``resume``; remove unfinished files."""
-        for part in self.path.glob("*.part"):
-            part.unlink()
+        """Leave what is finished for a run with ``resume``; remove unfinished files unless others may be at them."""
+        if not self.shared:
+            for part in self.path.glob("*.part"):
+                part.unlink()
         self._release()
 
     def _release(self) -> None:

@@ -26,9 +26,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as the README supposes it: the reader's checkpoint-2000 is in it."""
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
-        shutil.copytree(
-            ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / "checkpoint-2000" / part
-        )
+        shutil.copytree(ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / "checkpoint-2000" / part)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -54,7 +52,9 @@ def test_readme_python_runs(folder: Path) -> None:
     assert (folder / "merged/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("script", "target"), [("make_reference", "reference.md"), ("make_pictures", "images/inspect.svg")])
+@pytest.mark.parametrize(
+    ("script", "target"), [("make_reference", "reference.md"), ("make_pictures", "images/inspect.svg")]
+)
 def test_generated_pages_are_fresh(script: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     rendered = runpy.run_path(str(ROOT / f"docs/{script}.py"))["render"]()

@@ -37,6 +37,7 @@ def _lines(report: MergeReport) -> list[str]:
         lines.append(f"would write {what} to {report.destination}")
     elif report.pending:
         lines.append(f"this share is written; waiting for {len(report.pending)} more: {report.pending}")
+        lines.append("  (torchrun and srun start several processes; to merge in this one alone: --part 1/1)")
     else:
         rate = format_rate(report.tensor_bytes, report.elapsed_s)
         lines.append(f"merged {what}")

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, Problem, Role, Severity
 from fsdp_ckpt.errors import CorruptCheckpoint
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
 from fsdp_ckpt.layouts.hf import is_rank_shard, read_safetensors
 from fsdp_ckpt.layouts.rank_files import group_rank_files, read_rank_files
+from fsdp_ckpt.layouts.roles import role_of
 from fsdp_ckpt.layouts.torch_file import read_torch_file
 from fsdp_ckpt.store.local import Folder
 
@@ -97,7 +99,12 @@ def _model_parts(folder: Folder) -> Iterator[Part]:
         if _MODEL_FOLDER.fullmatch(name):
             yield from _named(read_dcp(folder.sub(name), name=name, role=Role.MODEL), name)
     for group in group_rank_files(folder):
-        yield from read_rank_files(folder, group)
+        files = {folder.prefix + name: folder.files[name] for name in group.files.values()}
+        if role_of(group.stem) in (Role.MODEL, None) and not group.stem.startswith("extra"):
+            yield from read_rank_files(folder, group)
+        else:
+            role = role_of(group.stem) or Role.OTHER
+            yield from _tolerant(partial(read_rank_files, folder, group), folder, group.stem, role, files)
     for name in folder.files:
         if _FULL_MODEL.fullmatch(name):
             yield from read_torch_file(
@@ -152,11 +159,15 @@ def _optimizer_parts(folder: Folder) -> Iterator[Part]:
         if _OPTIMIZER_FOLDER.fullmatch(name):
             sub = folder.sub(name)
             if looks_like_dcp(sub) or not sub.files:
-                yield from _named(read_dcp(sub, name=name, role=Role.OPTIMIZER), name)
+                read = partial(read_dcp, sub, name=name, role=Role.OPTIMIZER)
+                files = {sub.prefix + file: size for file, size in sub.files.items()}
+                yield from _named(list(_tolerant(read, sub, name, Role.OPTIMIZER, files)), name)
     for name in folder.files:
         if _FULL_OPTIMIZER.fullmatch(name):
             stem = name.rpartition(".")[0]
-            yield from _tolerant(folder, name, stem, Role.OPTIMIZER)
+            read = partial(read_torch_file, folder.store, folder.prefix + name, name=stem, role=Role.OPTIMIZER)
+            files = {folder.prefix + name: folder.files[name]}
+            yield from _tolerant(read, folder, stem, Role.OPTIMIZER, files)
 
 
 def _named(parts: list[Part], name: str) -> Iterator[Part]:
@@ -164,20 +175,21 @@ def _named(parts: list[Part], name: str) -> Iterator[Part]:
         yield part if number == 0 else replace(part, name=f"{name}/{part.name}")
 
 
-def _tolerant(folder: Folder, name: str, stem: str, role: Role) -> Iterator[Part]:
-    """Read a file beside the model; when it is damaged, say so and go on, as the model does not need it."""
+def _tolerant(
+    read: Callable[[], list[Part]], folder: Folder, name: str, role: Role, files: dict[str, int]
+) -> Iterator[Part]:
+    """Read what lies beside the model; when it is damaged, say so and go on, as the model does not need it."""
     try:
-        yield from read_torch_file(folder.store, folder.prefix + name, name=stem, role=role)
+        yield from read()
     except CorruptCheckpoint as error:
+        where = next(iter(files), folder.prefix)
         yield Part(
-            name=stem,
+            name=name,
             role=role,
-            dialect="torch-file",
+            dialect="unreadable",
             folder=folder.prefix.rstrip("/"),
-            files={folder.prefix + name: folder.files[name]},
-            problems=[
-                Problem(severity=Severity.ERROR, code="unreadable", where=folder.prefix + name, message=error.message)
-            ],
+            files=files,
+            problems=[Problem(severity=Severity.ERROR, code="unreadable", where=where, message=error.message)],
         )
 
 

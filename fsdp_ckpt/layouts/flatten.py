@@ -51,7 +51,10 @@ def _step(key: Any, where: str) -> str | int:
     if isinstance(key, str) or (isinstance(key, int) and abs(key) < 2**63):
         return key
     if isinstance(key, float | tuple | bytes) or key is None:
-        return ascii(key)[:_KEY_TEXT]
+        try:
+            return ascii(key)[:_KEY_TEXT]
+        except ValueError:  # a number with too many digits to show
+            pass
     raise MalformedFile(f"{where}: a key that is neither a text nor a number")
 
 

@@ -74,7 +74,7 @@ def read_safetensors(
                 tensors={key: tensors[key] for key in split.names},
                 world_size=max(ranks) if ranks else None,
                 writer="torch HuggingFaceStorageWriter" if ranks else None,
-                problems=(*problems, *coverage_problems(tensors[key] for key in split.names)) if number == 0 else (),
+                problems=[*([] if number else problems), *coverage_problems(tensors[key] for key in split.names)],
             )
         )
     return parts or [
@@ -108,6 +108,8 @@ class _Gather:
             if len(begin) != len(item.shape):
                 raise MalformedFile(f"{self.folder.prefix}{file}: `{item.name}` has offsets of another rank")
             chunk = Chunk(begin, item.shape, self.folder.prefix + file, item.start, item.stop)
+            if self.dtypes.setdefault(item.name, item.dtype) != item.dtype:
+                raise CorruptCheckpoint(f"`{item.name}` has two dtypes, in {self.homes[item.name]} and in {file}")
             known = self.chunks.setdefault(item.name, [])
             if any(other.offsets == chunk.offsets and other.lengths == chunk.lengths for other in known):
                 if not offsets:
@@ -116,8 +118,6 @@ class _Gather:
                         Problem(severity=Severity.WARNING, code="duplicate-tensor", where=item.name, message=message)
                     )
                 continue
-            if self.dtypes.setdefault(item.name, item.dtype) != item.dtype:
-                raise CorruptCheckpoint(f"`{item.name}` has two dtypes")
             self.homes.setdefault(item.name, file)
             known.append(chunk)
 

@@ -117,8 +117,7 @@ class _Gather:
     unequal: set[str] = field(default_factory=set)
 
     def add(self, rank: int, opened: TorchFile) -> None:
-        for path, value in opened.leaves:
-            key = ".".join(map(str, path))
+        for key, (path, value) in opened.by_key().items():
             if isinstance(value, TensorRef):
                 self._add_plain(rank, key, path, opened, value)
             elif isinstance(value, DTensorRef | ShardedTensorRef):
@@ -145,11 +144,17 @@ class _Gather:
         self.tensors[key] = replace(known, replicas=(*known.replicas, chunk))
         first = known.chunks[0]
         if None not in (first.crc32, chunk.crc32) and first.crc32 != chunk.crc32:
-            message = f"rank {rank} has other values than the first rank, whose values are used"
-            if not any(p.where == key for p in self.problems):
-                self.problems.append(
-                    Problem(severity=Severity.WARNING, code="replicas-differ", where=key, message=message)
-                )
+            self._note_difference(rank, key, value)
+
+    def _note_difference(self, rank: int, key: str, value: TensorRef) -> None:
+        """Buffers may differ between ranks; matrices that differ are shards whose placement nobody recorded."""
+        if any(problem.where == key for problem in self.problems):
+            return
+        severity, message = Severity.WARNING, f"rank {rank} has other values than the first rank, whose values are used"
+        if len(value.shape) >= 2:
+            severity = Severity.ERROR
+            message = f"rank {rank} has other values than the first; if these are shards, their places are not recorded"
+        self.problems.append(Problem(severity=severity, code="replicas-differ", where=key, message=message))
 
     def _add_sharded(self, key: str, path: KeyPath, opened: TorchFile, value: DTensorRef | ShardedTensorRef) -> None:
         chunks = opened.boxes(value)

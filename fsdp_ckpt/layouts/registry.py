@@ -13,7 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Role
-from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, UnknownLayout, UsageError
+from fsdp_ckpt.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    UnknownLayout,
+    UnsafePickle,
+    UsageError,
+)
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite, read_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
 from fsdp_ckpt.layouts.hf import read_safetensors
@@ -173,6 +180,9 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
             found = _read_folder(Folder(LocalStore(below.path)), str(below.path))
         except UnknownLayout:
             passed.append(f"{name} (nothing in it that is a checkpoint)")
+            continue
+        except CorruptCheckpoint as error:
+            passed.append(f"{name} (damaged)" if not isinstance(error, UnsafePickle) else f"{name} (refused)")
             continue
         if found.is_complete and any(part.tensors for part in found.parts):
             facts = [*found.facts, *([("passed over", ", ".join(passed))] if passed else [])]

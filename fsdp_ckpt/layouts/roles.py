@@ -40,7 +40,9 @@ _FLAT_HEADS = {
     "train_state": Role.OTHER,
     "rng_state": Role.RNG,
 }
-_OPTIMIZER_KEY = re.compile(r"(?:^|\.)state\.(?:.+\.)?(?:exp_avg|exp_avg_sq|momentum_buffer|step)$|^param_groups\.")
+_OPTIMIZER_KEY = re.compile(
+    r"^(?:optim\w*\.)?(?:state\..+\.(?:exp_avg|exp_avg_sq|momentum_buffer|step)$|param_groups\.)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

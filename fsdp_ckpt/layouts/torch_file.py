@@ -12,7 +12,7 @@ from fsdp_ckpt.catalog import Chunk, ObjectEntry, Part, Problem, Role, Severity,
 from fsdp_ckpt.codec.legacy import is_legacy, load_legacy
 from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import Archive, locate, open_archive
-from fsdp_ckpt.errors import IncompleteCheckpoint, UnknownLayout
+from fsdp_ckpt.errors import IncompleteCheckpoint, NameCollision, UnknownLayout
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.mesh import local_boxes
@@ -37,6 +37,20 @@ class TorchFile:
     size: int
     archive: Archive
     leaves: list[tuple[KeyPath, Any]] = field(default_factory=list)
+
+    def by_key(self) -> dict[str, tuple[KeyPath, Any]]:
+        """Return path and value by dotted key.
+
+        Raises:
+            NameCollision: Two values would get one key.
+        """
+        found: dict[str, tuple[KeyPath, Any]] = {}
+        for path, value in self.leaves:
+            key = ".".join(map(str, path))
+            if key in found:
+                raise NameCollision(f"{self.file}: two values would both be named `{key}`")
+            found[key] = (path, value)
+        return found
 
     def chunk(self, tensor: TensorRef) -> Chunk:
         """Return where a whole tensor lies."""
@@ -115,7 +129,7 @@ def read_torch_file(store: LocalStore, file: str, *, name: str | None = None, ro
         As ``open_torch_file``.
     """
     opened = open_torch_file(store, file, allow_unknown=role not in (None, Role.MODEL, Role.OPTIMIZER))
-    by_key = {".".join(map(str, path)): (path, value) for path, value in opened.leaves}
+    by_key = opened.by_key()
     parts = []
     splits = split_roles(((key, path) for key, (path, _) in by_key.items()), default=role or Role.MODEL)
     for number, split in enumerate(splits):

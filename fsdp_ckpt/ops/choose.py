@@ -54,8 +54,8 @@ def choose_model_part(
     notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
         notes.append(f"reading {describe_part(chosen[0])} of {checkpoint.root}")
-    loose = [part for part in checkpoint.parts if part.role is Role.OTHER and part.tensors]
-    aside = [f"{part.name} ({len(part.tensors)} tensors)" for part in (*models, *loose) if part is not chosen[0]]
+    others = [part for part in checkpoint.parts if part is not chosen[0] and part.tensors]
+    aside = [f"{part.name} ({len(part.tensors)} tensors)" for part in others if _is_near(part, chosen[0])]
     if aside:
         notes.append(f"left aside: {', '.join(aside)}; choose with --part")
     return chosen[0], notes
@@ -87,6 +87,11 @@ def refuse_incomplete(part: Part, *, path: str) -> None:
         raise IncompleteCheckpoint(
             f"`{errors[0].where}`: {errors[0].message}{more}; nothing was written", hint=f"fsdp-ckpt inspect {quoted}"
         )
+
+
+def _is_near(part: Part, chosen: Part) -> bool:
+    """Whether somebody may have expected the part's tensors in the result: a model, or something in the same files."""
+    return part.role in (Role.MODEL, Role.OTHER) or bool(part.files.keys() & chosen.files.keys())
 
 
 def _tier(part: Part) -> int:

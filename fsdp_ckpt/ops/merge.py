@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_ckpt import __version__
 from fsdp_ckpt.ops.merge_files import PATTERNS, index_json, lay_out_bin, lay_out_safetensors
 from fsdp_ckpt.ops.merge_plan import MergeOptions, MergePlan, plan_merge
 from fsdp_ckpt.ops.preflight import check_destination, check_space
@@ -25,6 +25,12 @@ from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 
 __all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
+
+
+_IDENTITY = (
+    "max_shard_size", "format", "dtype", "include", "exclude", "rename", "verify", "fsync", "remove_source", "into",
+)  # fmt: skip
+"""Options that say what is written, and how: a run resumes only what was made in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,7 @@ class MergeReport:
         cast: Tensors that were converted, by ``source -> result``.
         renamed: New name by key, where more than the part's prefix changed.
         excluded: Number of tensors left out by filters.
+        objects_left: Values of the part that are no tensors, and stay behind.
         tied: Name kept by name not written.
         aliases: Name kept by name written again although both are the same bytes in the source.
         verified_bytes: Source bytes whose recorded CRC-32 was compared.
@@ -74,6 +81,7 @@ class MergeReport:
     cast: Mapping[str, int] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     excluded: int = 0
+    objects_left: int = 0
     tied: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     verified_bytes: int = 0
@@ -154,11 +162,13 @@ def merge(
         src=plan.source,
         out=target,
         overwrite=plan.options.overwrite,
+        into=plan.options.into,
     )
     if plan.options.remove_source:
-        check_removable(plan.checkpoint, plan.part, destination)
+        check_removable(plan, destination)
     job = _lay_out(plan, destination)
-    free = check_space(destination, sum(spec.size for spec in job.specs), len(job.specs) + len(plan.side.files))
+    mine = job.specs if plan.options.share is None else plan.options.share.of(job.specs)
+    free = check_space(destination, sum(spec.size for spec in mine), len(mine) + len(plan.side.files))
     if plan.options.dry_run:
         return _report(job, {}, begun, free=free, dry_run=True)
     return _write(job, begun, listener, free)
@@ -182,23 +192,13 @@ def merge_fsdp_weights(
     Raises:
         As ``merge``.
     """
-    destination = resolve_destination(Path(output_path))
     options = MergeOptions(
         format="safetensors" if safe_serialization else "bin",
         max_shard_size="1000TB",
         remove_source=remove_checkpoint_dir,
+        into=resolve_destination(Path(output_path)).is_dir(),
     )
-    if not destination.is_dir() or not any(destination.iterdir()):
-        merge(checkpoint_dir, output_path, options=options)
-        return
-    beside = destination / f".merge-{os.getpid()}"
-    try:
-        merge(checkpoint_dir, beside, options=options)
-        for path in sorted(beside.iterdir()):
-            if path.name.startswith(("model", "pytorch_model")) or not (destination / path.name).exists():
-                os.replace(path, destination / path.name)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    merge(checkpoint_dir, output_path, options=options)
 
 
 def _lay_out(plan: MergePlan, destination: Path) -> _Job:
@@ -221,11 +221,8 @@ def _identity(job: _Job) -> str:
     for file in job.plan.part.files:
         status = os.stat(root / file)
         stamps[file] = [status.st_size, status.st_mtime_ns]
-    options = {
-        name: getattr(job.plan.options, name)
-        for name in ("max_shard_size", "format", "dtype", "include", "exclude", "rename")
-    }
-    facts = [str(root), job.plan.part.name, stamps, options, dict(job.plan.selection.tied)]
+    options = {name: getattr(job.plan.options, name) for name in _IDENTITY}
+    facts = [__version__, str(root), job.plan.part.name, stamps, options, dict(job.plan.selection.tied)]
     return hashlib.sha256(json.dumps(facts, default=list, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -237,12 +234,13 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
         overwrite=options.overwrite,
         resume=options.resume,
         shared=share is not None,
+        into=options.into,
     )
     crcs: dict[str, dict[str, int]] = {}
-    mine = list(enumerate(job.specs)) if share is None else share.of(job.specs)
+    mine = job.specs if share is None else share.of(job.specs)
     try:
-        todo = [spec for _, spec in mine if not _is_finished(staging, spec, options)]
-        total = sum(stop - start for _, spec in mine for start, stop in spec.ranges.values())
+        todo = [spec for spec in mine if not _is_finished(staging, spec, options)]
+        total = sum(stop - start for spec in mine for start, stop in spec.ranges.values())
         meter = Meter(total, listener)
         meter.add(total - sum(stop - start for spec in todo for start, stop in spec.ranges.values()))
         with Sources(job.plan.root, spill=staging.path) as sources:
@@ -267,17 +265,12 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
                 if options.remove_source:
                     crcs = _load_crcs(staging, job.specs)
                 _publish(job, staging)
-    except KeyboardInterrupt:
-        if any(spec.name in os.listdir(staging.path) for spec in job.specs):
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if share is not None or (interrupted and staging.has_finished()):
             staging.suspend()
         else:
             staging.discard()
-        raise
-    except BaseException:
-        if share is None:
-            staging.discard()
-        else:
-            staging.suspend()
         raise
     if options.remove_source and still_there:
         verify_output(job.destination, job.specs, crcs)
@@ -317,7 +310,7 @@ def _report(
     pending: Sequence[int] | None = None,
     source_removed: bool = False,
 ) -> MergeReport:
-    results = [result for file in done.values() for rows in file.results.values() for _, result in rows]
+    results = list(done.values())
     plan = job.plan
     tensors = plan.selection.tensors
     dtypes: dict[str, int] = {}
@@ -343,6 +336,7 @@ def _report(
         cast=cast,
         renamed=plan.selection.renamed,
         excluded=len(plan.selection.excluded),
+        objects_left=len(plan.part.objects),
         tied=plan.selection.tied,
         aliases=plan.aliases,
         verified_bytes=sum(result.verified_bytes for result in results),

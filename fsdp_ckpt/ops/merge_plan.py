@@ -53,6 +53,7 @@ class MergeOptions:
     fsync: bool = True
     jobs: int | None = None
     share: Share | None = None
+    into: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,8 @@ def plan_merge(
         raise UsageError(f"unknown option: {error}") from None
     if chosen.format not in _FORMATS:
         raise UsageError(f"--format {chosen.format} is not possible", hint=f"choose one of: {', '.join(_FORMATS)}")
+    if chosen.remove_source and not chosen.verify:
+        raise UsageError("--remove-source compares the result first: it cannot go with --no-verify")
     if chosen.jobs is not None and chosen.jobs < 1:
         raise UsageError("--jobs must be at least 1")
     max_shard_bytes = parse_size(chosen.max_shard_size)
@@ -120,6 +123,9 @@ def plan_merge(
     )
     side = find_side_files(checkpoint.root / part.folder)
     warnings = [f"{p.where}: {p.message}" for p in part.problems if p.severity is Severity.WARNING]
+    if part.objects:
+        first = next(iter(part.objects.values())).name
+        notes.append(f"{len(part.objects)} values of {part.name} that are no tensors stay behind, such as `{first}`")
     aliases = find_aliases(selection.tensors)
     if chosen.tie or (chosen.tie is None and side.config.get("tie_word_embeddings") is True):
         with Sources(checkpoint.root) as sources:

@@ -123,7 +123,10 @@ class _Shower:
                 return f"torch.{value.name}"
             case Record() if not isinstance(value, Opaque):
                 return self._record(value, depth)
-            case complex() | slice() | range() | Opaque() | Constructor():
+            case slice() | range():
+                bounds = (str(self.show(bound, depth)) for bound in (value.start, value.stop, value.step))
+                return f"{type(value).__name__}({', '.join(bounds)})"
+            case complex() | Opaque() | Constructor():
                 return repr(value)[:_MAX_TEXT]
             case _:
                 return f"<{type(value).__name__}>"

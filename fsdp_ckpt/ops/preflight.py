@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdp_ckpt.catalog import Checkpoint
 from fsdp_ckpt.errors import DestinationExists, NotEnoughSpace, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES
-from fsdp_ckpt.store.publish import is_staging
+from fsdp_ckpt.store.publish import is_staging, leftovers
 from fsdp_ckpt.units import format_size
 
 __all__ = ["check_destination", "check_space"]
@@ -18,7 +18,9 @@ __all__ = ["check_destination", "check_space"]
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
-def check_destination(destination: Path, checkpoint: Checkpoint, *, src: str, out: str, overwrite: bool) -> None:
+def check_destination(
+    destination: Path, checkpoint: Checkpoint, *, src: str, out: str, overwrite: bool, into: bool = False
+) -> None:
     """Refuse a destination that is in the way or would destroy something.
 
     Raises:
@@ -32,7 +34,7 @@ def check_destination(destination: Path, checkpoint: Checkpoint, *, src: str, ou
         folder = shlex.quote(str(Path(out).parent / Path(out).stem))
         raise UsageError(f"`{out}` looks like a file; the output is a folder", hint=f"{quoted} {folder}")
     source = checkpoint.root.resolve()
-    if destination == source or destination in source.parents:
+    if destination == source or (destination in source.parents and not into):
         raise UsageError(
             f"`{out}` holds the checkpoint itself", hint=f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
         )
@@ -41,7 +43,7 @@ def check_destination(destination: Path, checkpoint: Checkpoint, *, src: str, ou
     if not destination.is_dir():
         raise DestinationExists(f"`{out}` exists and is not a folder")
     names = sorted(entry.name for entry in destination.iterdir() if not is_staging(entry.name))
-    if not names:
+    if not names or into:
         return
     foreign = [name for name in names if not _WEIGHTS.fullmatch(name) and not SIDE_FILES.fullmatch(name)]
     elsewhere = f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
@@ -72,7 +74,7 @@ def check_space(destination: Path, needed_bytes: int, num_files: int) -> int | N
         status = os.statvfs(place)
     except OSError:
         return None
-    free = status.f_bavail * status.f_frsize
+    free = status.f_bavail * status.f_frsize + sum(map(_allocated, leftovers(destination)))
     if needed_bytes > free:
         raise NotEnoughSpace(
             f"the result needs {format_size(needed_bytes)}, {format_size(free)} are free at `{place}`",
@@ -81,3 +83,8 @@ def check_space(destination: Path, needed_bytes: int, num_files: int) -> int | N
     if status.f_files and status.f_favail < num_files + 8:
         raise NotEnoughSpace(f"`{place}` has only {status.f_favail} inodes left; nothing was written")
     return free
+
+
+def _allocated(folder: Path) -> int:
+    """Return the bytes that the files of an unfinished result take: they are taken up again, or removed."""
+    return sum(entry.stat().st_blocks * 512 for entry in folder.iterdir() if entry.is_file())

@@ -9,17 +9,28 @@ from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Part
 from fsdp_ckpt.errors import ChecksumMismatch, UsageError
-from fsdp_ckpt.run.engine import OutputSpec, checksum_range
+from fsdp_ckpt.ops.merge_plan import MergePlan
+from fsdp_ckpt.run.checksum import checksum_range
+from fsdp_ckpt.run.engine import OutputSpec
 
 __all__ = ["check_removable", "remove_source", "verify_output"]
 
 
-def check_removable(checkpoint: Checkpoint, part: Part, destination: Path) -> None:
+def check_removable(plan: MergePlan, destination: Path) -> None:
     """Refuse to promise a removal that would take more than the merged part with it.
 
     Raises:
-        UsageError: The part's files also hold other parts (an optimizer), or the destination lies among them.
+        UsageError: Something would be lost: tensors that were left out, objects, other parts in the same files, or the
+            destination itself.
     """
+    checkpoint, part = plan.checkpoint, plan.part
+    if plan.selection.excluded or part.objects:
+        what = (
+            f"{len(plan.selection.excluded)} excluded tensors"
+            if plan.selection.excluded
+            else "values that are no tensors"
+        )
+        raise UsageError(f"--remove-source: {what} would be lost", hint="merge without --remove-source")
     others = [other.name for other in checkpoint.parts if other is not part and other.files.keys() & part.files.keys()]
     if others:
         raise UsageError(

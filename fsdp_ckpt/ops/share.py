@@ -43,7 +43,7 @@ class Share:
             raise UsageError(f"`{text}` is not a share", hint="write it as I/N with I from 1 to N, such as 1/4")
         return Share(index=int(match[1]), count=int(match[2]))
 
-    def of(self, specs: Sequence[OutputSpec]) -> list[tuple[int, OutputSpec]]:
+    def of(self, specs: Sequence[OutputSpec]) -> list[OutputSpec]:
         """Return this share's files: largest first to whoever has least, the same in every process."""
         loads = [0] * self.count
         mine = []
@@ -51,8 +51,8 @@ class Share:
             taker = loads.index(min(loads))
             loads[taker] += spec.size
             if taker == self.index - 1:
-                mine.append((number, spec))
-        return sorted(mine)
+                mine.append(number)
+        return [specs[number] for number in sorted(mine)]
 
 
 def share_from_environment(environment: Mapping[str, str]) -> Share | None:

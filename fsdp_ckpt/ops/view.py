@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -206,7 +207,10 @@ def _plan_index(items: Sequence[Any], shape: Shape) -> tuple[Shape, Shape, tuple
             lengths.append(max(stop - start, 0))
             post.append(slice(None, None, step))
         else:
-            number = item.__index__()
+            try:
+                number = operator.index(item)
+            except TypeError:
+                raise IndexError(f"an index is an integer, a slice or ..., not {type(item).__name__}") from None
             if not -size <= number < size:
                 raise IndexError(f"index {number} is out of range for {size} elements")
             offsets.append(number % size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,7 @@ def check_coverage(shape: Shape, boxes: Sequence[Box]) -> Coverage:
     """
     if shape and _are_row_blocks(shape, boxes):
         return Coverage()
-    solid: list[tuple[Shape, Shape, int]] = []
+    solid: list[_Solid] = []
     volume = 0
     for index, (offsets, lengths) in enumerate(boxes):
         if len(offsets) != len(shape) or len(lengths) != len(shape):
@@ -135,32 +136,60 @@ def _are_row_blocks(shape: Shape, boxes: Sequence[Box]) -> bool:
     return row == shape[0] and 0 not in shape
 
 
-def _find_overlap(solid: list[tuple[Shape, Shape, int]]) -> tuple[int, int] | None:
-    """Sweep along the first dimension; ``solid`` is sorted by offsets."""
-    active: list[tuple[int, tuple[Shape, Shape, int]]] = []
-    for item in solid:
-        offsets, lengths, index = item
-        if not offsets:
-            return (solid[0][2], solid[1][2]) if len(solid) > 1 else None
-        start = offsets[0]
-        if active:
-            active = [entry for entry in active if entry[0] > start]
-            for _, other in active:
-                if intersect((other[0], other[1]), (offsets, lengths)) is not None:
-                    return other[2], index
-        active.append((start + lengths[0], item))
+_Solid = tuple[Shape, Shape, int]
+"""Offsets, lengths, and the box's number."""
+
+
+def _find_overlap(solid: list[_Solid], dims: tuple[int, ...] | None = None) -> tuple[int, int] | None:
+    """Return two boxes that share elements.
+
+    Shards form rows, columns or grids: along some dimension their intervals are equal or disjoint. Then only boxes
+    with equal intervals can meet, and the question is the same for the dimensions that are left.
+    """
+    if len(solid) < 2:
+        return None
+    dims = tuple(range(len(solid[0][0]))) if dims is None else dims
+    if not dims:
+        return solid[0][2], solid[1][2]
+    for dim in dims:
+        groups: dict[tuple[int, int], list[_Solid]] = {}
+        for box in solid:
+            groups.setdefault((box[0][dim], box[0][dim] + box[1][dim]), []).append(box)
+        intervals = sorted(groups)
+        if all(first[1] <= second[0] for first, second in itertools.pairwise(intervals)):
+            rest = tuple(other for other in dims if other != dim)
+            found = (_find_overlap(group, rest) for group in groups.values())
+            return next((pair for pair in found if pair is not None), None)
+    return _sweep(solid, dims)
+
+
+def _sweep(solid: list[_Solid], dims: tuple[int, ...]) -> tuple[int, int] | None:
+    """The same for boxes in no order, along the dimension in which they begin at most places."""
+    dim = max(dims, key=lambda dim: len({box[0][dim] for box in solid}))
+    active: list[_Solid] = []
+    for box in sorted(solid, key=lambda box: box[0][dim]):
+        start = box[0][dim]
+        active = [other for other in active if other[0][dim] + other[1][dim] > start]
+        for other in active:
+            if intersect((other[0], other[1]), (box[0], box[1])) is not None:
+                return other[2], box[2]
+        active.append(box)
     return None
 
 
-def _find_gap(shape: Shape, solid: list[tuple[Shape, Shape, int]]) -> Box:
+def _find_gap(shape: Shape, solid: list[_Solid]) -> Box:
     """Return one uncovered box: the first slab along dimension 0 that is not full, narrowed dimension by dimension."""
     if not solid or not shape:
         return (0,) * len(shape), shape
     cuts = sorted({0, shape[0]} | {o[0] for o, _, _ in solid} | {o[0] + n[0] for o, n, _ in solid})
-    rest_volume = math.prod(shape[1:])
+    slab_volume = math.prod(shape[1:])
+    waiting = deque(sorted(solid, key=lambda box: box[0][0]))
+    active: list[_Solid] = []
     for start, stop in itertools.pairwise(cuts):
-        slab = [(o[1:], n[1:], i) for o, n, i in solid if o[0] <= start < o[0] + n[0]]
-        if sum(math.prod(n) for _, n, _ in slab) < rest_volume:
-            offsets, lengths = _find_gap(shape[1:], slab) if slab else ((0,) * (len(shape) - 1), shape[1:])
+        active = [box for box in active if box[0][0] + box[1][0] > start]
+        while waiting and waiting[0][0][0] <= start:
+            active.append(waiting.popleft())
+        if sum(math.prod(n[1:]) for _, n, _ in active) < slab_volume:
+            offsets, lengths = _find_gap(shape[1:], [(o[1:], n[1:], i) for o, n, i in active])
             return (start, *offsets), (stop - start, *lengths)
     raise AssertionError("volume is missing, but every slab is full")

@@ -25,6 +25,6 @@ def cast_bits(values: np.ndarray[Any, np.dtype[Any]], src: DType, dst: DType) ->
     """
     with np.errstate(over="ignore", invalid="ignore"):
         source = values.view(numpy_dtype(src))
-        if dst.name == "float16" and src.name == "bfloat16":
-            source = source.astype(np.float32)
+        if dst.name == "float16" and src.name in {"bfloat16", "float64"}:
+            source = source.astype(np.float32)  # torch goes this way, too
         return source.astype(numpy_dtype(dst))

@@ -152,10 +152,20 @@ class Copier:
                 continue
             for replica in task.tensor.replicas:
                 same_box = (replica.offsets, replica.lengths) == (chunk.offsets, chunk.lengths)
-                if same_box and replica not in task.chunks and self._is_sound(task.tensor, replica):
+                if same_box and self._is_copy(task.tensor, chunk, replica) and self._is_sound(task.tensor, replica):
                     recovered.append(f"{error.message}; the copy in {replica.file} was used")
                     return replace(task, chunks=[*task.chunks[:index], replica, *task.chunks[index + 1 :]])
         raise error
+
+    def _is_copy(self, tensor: TensorEntry, chunk: Chunk, replica: Chunk) -> bool:
+        """Whether a replica was written with the same bytes, as far as the recorded checksums tell."""
+        try:
+            _, first = self._sources.resolve(tensor, chunk)
+            _, second = self._sources.resolve(tensor, replica)
+        except (ChecksumMismatch, MalformedFile):
+            return False
+        facts = [(raw.crc32, raw.strides, raw.conj, raw.neg, raw.stop - raw.start) for raw in (first, second)]
+        return first.crc32 is not None and facts[0] == facts[1]
 
     def _is_sound(self, tensor: TensorEntry, chunk: Chunk) -> bool:
         try:

@@ -7,16 +7,17 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_ckpt.errors import NotEnoughSpace
-from fsdp_ckpt.run.checksum import BLOCK_BYTES, combine_crc, crc32
+from fsdp_ckpt.run.checksum import checksum_range, combine_crc
 from fsdp_ckpt.run.copy import CancelledError, Copier, CopyTask, TaskResult
 from fsdp_ckpt.store.publish import Staging, current_umask
-from fsdp_ckpt.store.syscalls import read_into, write_all
+from fsdp_ckpt.store.syscalls import write_all
 
-__all__ = ["FileResult", "OutputSpec", "checksum_range", "write_files"]
+__all__ = ["FileResult", "OutputSpec", "write_files"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,23 @@ class OutputSpec:
 
 @dataclass(slots=True)
 class FileResult:
-    """What became of a file: results of its tasks, in the order of their positions, by tensor name."""
+    """What became of a file: sums over its tasks, and the CRC-32 of each tensor where it was asked for."""
 
-    results: dict[str, list[tuple[CopyTask, TaskResult]]] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
+    verified_bytes: int = 0
+    shared_bytes: int = 0
+    unverified: int = 0
+    recovered: list[str] = field(default_factory=list)
+    runs: dict[str, list[tuple[int, int, int | None]]] = field(default_factory=dict)
+
+    def add(self, name: str, task: CopyTask, result: TaskResult, *, keep_crc: bool) -> None:
+        """Count a task; its position, length and CRC-32 are kept until those of the tensor are put together."""
+        self.verified_bytes += result.verified_bytes
+        self.shared_bytes += result.shared_bytes
+        self.unverified += result.unverified
+        self.recovered += result.recovered
+        if keep_crc:
+            self.runs.setdefault(name, []).append((task.position, task.num_bytes, result.crc32))
 
 
 class _Output:
@@ -56,13 +70,18 @@ class _Output:
         self.left = 0
         self.all_issued = False
         self.result = FileResult()
+        self.path = path
         self.fd = os.open(
             path,
             os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0),
             0o666 & ~current_umask(),
         )
-        os.ftruncate(self.fd, spec.size)
-        write_all(self.fd, spec.head, 0)
+        try:
+            os.ftruncate(self.fd, spec.size)
+            write_all(self.fd, spec.head, 0)
+        except BaseException:
+            os.close(self.fd)
+            raise
 
 
 class _Engine:
@@ -88,10 +107,11 @@ class _Engine:
                 if item is None:
                     return
                 output, name, task = item
-                if task is not None:
-                    result = self.copier.run(task, output.fd)
-                    output.result.results.setdefault(name, []).append((task, result))
+                result = None if task is None else self.copier.run(task, output.fd)
                 with self.lock:
+                    if task is not None and result is not None:
+                        keep_crc = output.spec.seal is not None or self.need_crcs
+                        output.result.add(name, task, result, keep_crc=keep_crc)
                     output.left -= 1
                     is_last = output.all_issued and output.left == 0
                 if is_last:
@@ -106,9 +126,7 @@ class _Engine:
     def issue(self) -> Iterator[tuple[_Output, str, CopyTask | None]]:
         """Yield the tasks of one file after the other; a last one without task ends each file."""
         for spec in self.specs:
-            path = self.staging.file(f"{spec.name}.part")
-            path.unlink(missing_ok=True)
-            output = _Output(spec, path)
+            output = _Output(spec, self.staging.part_file(spec.name))
             self.open.append(output)
             for name, task in spec.tasks():
                 output.left += 1
@@ -121,18 +139,19 @@ class _Engine:
         spec, result = output.spec, output.result
         if spec.seal is not None or self.need_crcs:
             result.crcs = {
-                name: _tensor_crc(output.fd, span, result.results.get(name, [])) for name, span in spec.ranges.items()
+                name: _tensor_crc(output.fd, span, result.runs.get(name, [])) for name, span in spec.ranges.items()
             }
+            result.runs.clear()
         if spec.seal is not None:
             for position, data in spec.seal(result.crcs):
                 write_all(output.fd, data, position)
         if self.durable:
             os.fsync(output.fd)
-        os.close(output.fd)
         with self.lock:
             self.open.remove(output)
             self.done[spec.name] = result
-        self.staging.finish_file(spec.name, json.dumps(result.crcs))
+        os.close(output.fd)
+        self.staging.finish_file(spec.name, output.path, json.dumps(result.crcs))
 
     def close(self) -> None:
         for output in self.open:
@@ -165,39 +184,36 @@ def write_files(
     try:
         for worker in workers:
             worker.start()
-        for worker in workers:
-            while worker.is_alive():
+        while any(worker.is_alive() for worker in workers):
+            for worker in workers:
                 worker.join(0.2)
     except BaseException:
         copier.stop.set()
-        for worker in workers:
-            worker.join()
         raise
     finally:
+        _join_all([worker for worker in workers if worker.ident is not None])
         engine.close()
     if engine.error is not None:
         raise _explain(engine.error, staging.destination)
     return engine.done
 
 
-def checksum_range(fd: int, start: int, stop: int) -> int:
-    """Return the CRC-32 of a range of a file."""
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    found = 0
-    for position in range(start, stop, BLOCK_BYTES):
-        block = buffer[: min(BLOCK_BYTES, stop - position)]
-        found = crc32(block[: read_into(fd, block, position)], found)
-    return found
+def _join_all(workers: Sequence[threading.Thread]) -> None:
+    """Wait for workers that were told to stop, also under repeated Ctrl-C: they use files that will be closed."""
+    while any(worker.is_alive() for worker in workers):
+        with suppress(KeyboardInterrupt):
+            for worker in workers:
+                worker.join(0.2)
 
 
-def _tensor_crc(fd: int, span: tuple[int, int], results: Sequence[tuple[CopyTask, TaskResult]]) -> int:
+def _tensor_crc(fd: int, span: tuple[int, int], runs: Sequence[tuple[int, int, int | None]]) -> int:
     """Put the checksums of a tensor's runs together; read the tensor back where one is missing."""
     found: int | None = 0
-    for task, result in sorted(results, key=lambda item: item[0].position):
-        if found is None or result.crc32 is None:
+    for position, num_bytes, crc in sorted(runs, key=lambda run: run[0]):
+        if found is None or crc is None:
             found = None
         else:
-            found = result.crc32 if task.position == span[0] else combine_crc(found, result.crc32, task.num_bytes)
+            found = crc if position == span[0] else combine_crc(found, crc, num_bytes)
     return checksum_range(fd, *span) if found is None else found
 
 

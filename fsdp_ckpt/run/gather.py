@@ -6,6 +6,7 @@ Whole shards that are unbroken runs of the result take the straight way in ``run
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -127,19 +128,21 @@ class Gatherer:
         """Apply torch's lazy conj and neg bits, on the bits of the values."""
         if not chunk.conj and not chunk.neg:
             return values
-        values = np.ascontiguousarray(values)
+        flat = np.ascontiguousarray(values).reshape(-1)
         if self.dtype.name in _COMPLEX_PARTS:
-            parts = values.view(_COMPLEX_PARTS[self.dtype.name]).reshape(*values.shape, 2).copy()
+            parts = flat.view(_COMPLEX_PARTS[self.dtype.name]).reshape(-1, 2).copy()
             if chunk.neg:
                 parts = -parts
             if chunk.conj:
-                parts[..., 1] = -parts[..., 1]
-            return parts.reshape(*values.shape[:-1], -1).view(self.bits).reshape(values.shape)
-        return (-values.view(numpy_dtype(self.dtype))).view(self.bits)
+                parts[:, 1] = -parts[:, 1]
+            return parts.reshape(-1).view(self.bits).reshape(values.shape)
+        return (-flat.view(numpy_dtype(self.dtype))).view(self.bits).reshape(values.shape)
 
     @contextmanager
     def _strided(self, fd: int, chunk: Chunk) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
         """Show a record as an array of the chunk's shape; its pages are given back afterwards."""
+        if os.fstat(fd).st_size < chunk.stop:
+            raise MalformedFile(f"{chunk.file} ends within `{self.key}`")
         base = chunk.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(fd, chunk.stop - base, access=mmap.ACCESS_READ, offset=base)
         strides = chunk.strides or contiguous_strides(chunk.lengths)

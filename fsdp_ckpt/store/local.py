@@ -157,6 +157,9 @@ class LocalStore:
             with self._lock:
                 self._users[fd] -= 1
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close all descriptors."""
         with self._lock:
@@ -181,6 +184,10 @@ def _open_regular(path: str, file: str) -> int:
         raise IncompleteCheckpoint(f"{file} is missing") from None
     except PermissionError:
         raise CheckpointNotFound(f"{file} cannot be read: permission denied") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO):
+            raise MalformedFile(f"{file!r:.200} is no regular file: {error.strerror}") from None
+        raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise MalformedFile(f"{file} is no regular file")

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ class Staging:
         overwrite: Whether a destination with content may be replaced.
         resume: Keep what an earlier run with this identity finished.
         shared: Several processes fill it together (one share each); nobody clears it.
+        into: Put the files into the destination as it is: files of the same name are replaced, one by one.
 
     Raises:
         DestinationExists: Another run is writing to the destination, or it cannot be replaced in one step.
@@ -72,15 +74,22 @@ class Staging:
     """
 
     def __init__(
-        self, destination: Path, identity: str, *, overwrite: bool = False, resume: bool = False, shared: bool = False
+        self,
+        destination: Path,
+        identity: str,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        shared: bool = False,
+        into: bool = False,
     ) -> None:
         self.destination = destination
         self.overwrite = overwrite
         self.shared = shared
         self.inside = destination.is_dir() and (
-            os.path.ismount(destination) or not os.access(destination.parent, os.W_OK)
+            into or os.path.ismount(destination) or not os.access(destination.parent, os.W_OK)
         )
-        if self.inside and any(not is_staging(entry.name) for entry in destination.iterdir()):
+        if self.inside and not into and any(not is_staging(entry.name) for entry in destination.iterdir()):
             raise DestinationExists(
                 f"`{destination}` is a mount point or its parent is read-only: it cannot be replaced in one step",
                 hint=f"use a new folder in it, such as {destination / 'merged'}",
@@ -131,7 +140,8 @@ class Staging:
 
     def add_file(self, name: str, data: bytes, *, durable: bool) -> None:
         """Write a small file."""
-        fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666 & ~current_umask())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        fd = os.open(self.path / name, flags, 0o666 & ~current_umask())
         try:
             write_all(fd, data, 0)
             if durable:
@@ -139,9 +149,13 @@ class Staging:
         finally:
             os.close(fd)
 
-    def finish_file(self, name: str, note: str) -> None:
-        """Give a file that was written as ``NAME.part`` its name, and leave a note for runs that resume."""
-        os.rename(self.path / f"{name}.part", self.path / name)
+    def part_file(self, name: str) -> Path:
+        """Return where to write a file until it is complete; no two processes get the same place."""
+        return self.path / f"{name}.{os.getpid()}-{secrets.token_hex(4)}.part"
+
+    def finish_file(self, name: str, part: Path, note: str) -> None:
+        """Give a complete file its name, and leave a note for runs that resume."""
+        os.rename(part, self.path / name)
         self.add_file(f".{name}.done", note.encode(), durable=False)
 
     def finished(self, name: str, size: int) -> str | None:
@@ -195,7 +209,11 @@ class Staging:
             old = self.path
         else:
             os.rename(self.destination, old)
-            os.rename(self.path, self.destination)
+            try:
+                os.rename(self.path, self.destination)
+            except OSError:
+                os.rename(old, self.destination)
+                raise
         shutil.rmtree(old)
 
     def _move_up(self) -> None:
@@ -214,6 +232,10 @@ class Staging:
                 parent.rmdir()
             except OSError:
                 break
+
+    def has_finished(self) -> bool:
+        """Tell whether any file is finished; False also when the folder is gone."""
+        return any(self.path.glob(".*.done"))
 
     def suspend(self) -> None:
         """Leave what is finished for a run with ``resume``; remove unfinished files unless others may be at them."""

@@ -1,0 +1,30 @@
+"""The checkpoints of ../shared/cases.md, written once per session by real gloo ranks. Tests copy before they damage."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cases.launch import build_once, run_module
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one folder per case."""
+    return build_once(tmp_path_factory, "cases", lambda out: run_module("tests.cases.ranks", str(out)))
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for what is too large for every run."""
+    return build_once(tmp_path_factory, "large", lambda out: run_module("tests.cases.ranks", str(out), "--large"))
+
+
+@pytest.fixture
+def run_folder(built: Path, tmp_path: Path) -> Path:
+    """P22's checkpoint, to be changed: `checkpoint-2000` with a model of six tensors and an optimizer."""
+    folder = tmp_path / "checkpoint-2000"
+    shutil.copytree(built / "p22", folder)
+    return folder

@@ -38,8 +38,9 @@ def render() -> str:
             codes[kind.exit_code] = (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
     pages += [f"| {code} | {meaning} |" for code, meaning in sorted(codes.items())]
     pages.append(
-        "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact bytes. "
-        "The other fields\nare those of `fsdp_ckpt.InspectReport` and `fsdp_ckpt.MergeReport`, whose docstrings describe them."
+        "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact"
+        "\nbytes. The other fields are those of `fsdp_ckpt.InspectReport` and `fsdp_ckpt.MergeReport`, whose docstrings"
+        "\ndescribe them."
         "\n\n## Environment\n\n| variable | effect |\n|---|---|"
         "\n| `FSDP_CKPT_DEBUG=1` | tracebacks, as with `--debug` |"
         "\n| `FSDP_CKPT_PROGRESS=none` | no progress |"

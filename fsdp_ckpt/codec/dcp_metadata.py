@@ -48,7 +48,6 @@ class DcpMetadata:
         storage: Place of each item: by key and offsets of the chunk, None for objects. ``read_metadata`` leaves its
             keys as the pickle has them.
         writer: The oldest torch that writes these fields.
-        save_id: Random id of the save, the same in all parts of it; None before torch 2.4.
     """
 
     tensors: dict[str, DcpTensor]
@@ -56,7 +55,6 @@ class DcpMetadata:
     paths: Mapping[str, tuple[str | int, ...]]
     storage: dict[tuple[str, Shape | None], StorageInfo]
     writer: str
-    save_id: str | None
 
 
 def read_metadata(data: bytes, *, where: str) -> DcpMetadata:
@@ -114,14 +112,12 @@ def _convert(root: Record, where: str) -> DcpMetadata:
         offset = index.get("offset")
         storage[index.get("fqn"), None if offset is None else _sizes(offset, where)] = _info(info, where)
     planner = root.get("planner_data")
-    meta = root.get("storage_meta")
     return DcpMetadata(
         tensors=tensors,
         objects=objects,
         paths=_paths(planner, where) if isinstance(planner, dict) else {},
         storage=storage,
         writer=_writer(root, fields, module),
-        save_id=meta.get("save_id") if isinstance(meta, Record) else None,
     )
 
 

@@ -138,7 +138,9 @@ class _Shower:
         if value.cls.endswith("multiarray._reconstruct") and isinstance(value.state, tuple) and len(value.state) >= 3:
             shape, dtype = value.state[1], value.state[2]
             name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else "?"
-            return f"<ndarray {self.show(name, depth + 1)} {self.show(shape, depth + 1)}>"[:_MAX_TEXT]
+            plain = isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in shape[:_MAX_ITEMS])
+            shown = str(shape[:_MAX_ITEMS]) if plain else "of an impossible shape"
+            return f"<ndarray {self.show(name, depth + 1)} {shown}>"[:_MAX_TEXT]
         args = ", ".join(str(self.show(arg, depth + 1)) for arg in value.args[:4])
         return f"{value.cls}({args})"[:_MAX_TEXT]
 

@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.run.engine import OutputSpec
-from fsdp_ckpt.store.publish import PUBLISH_LOCK, Staging
+from fsdp_ckpt.store.publish import PUBLISH_LOCK, Staging, is_at
 
 __all__ = ["Share", "all_done", "note_done", "publish_lock", "share_from_environment"]
 
@@ -105,13 +104,6 @@ def publish_lock(staging: Staging, *, shared: bool) -> Iterator[bool]:
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield _is_same(fd, path)
+        yield is_at(fd, path)
     finally:
         os.close(fd)
-
-
-def _is_same(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.errors import Incompatible, UsageError
 from fsdp_ckpt.ops.merge_plan import plan_merge
+from fsdp_ckpt.plan.boxes import intersect
 from fsdp_ckpt.plan.merge import OutputTensor
 from fsdp_ckpt.run.sources import Sources
 
@@ -153,7 +154,8 @@ class SliceView:
 
         source = self._tensor.source
         whole = lengths == source.shape
-        wanted = [chunk for chunk in source.chunks if _touches(chunk.offsets, chunk.lengths, offsets, lengths)]
+        box = (offsets, lengths)
+        wanted = [chunk for chunk in source.chunks if intersect((chunk.offsets, chunk.lengths), box) is not None]
         located = [self._sources.resolve(source, chunk) for chunk in wanted]
         gatherer = Gatherer(source.key, source.dtype, source.shape, located, verify=self._verify and whole)
         bits: np.ndarray[Any, np.dtype[Any]] = np.empty(lengths, dtype=storage_dtype(source.dtype))
@@ -179,10 +181,6 @@ class SliceView:
             return bits.view(numpy_dtype(dst))
         except TypeError as error:
             raise Incompatible(f"`{self._tensor.name}`: {error}", hint='open it with framework="pt"') from None
-
-
-def _touches(a: Shape, a_lengths: Shape, b: Shape, b_lengths: Shape) -> bool:
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a, a_lengths, b, b_lengths, strict=True))
 
 
 def _plan_index(items: Sequence[Any], shape: Shape) -> tuple[Shape, Shape, tuple[Any, ...]]:

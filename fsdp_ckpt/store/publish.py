@@ -21,7 +21,7 @@ from pathlib import Path
 from fsdp_ckpt.errors import DestinationExists, UsageError
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
-__all__ = ["PUBLISH_LOCK", "Staging", "current_umask", "is_staging", "leftovers", "resolve_destination"]
+__all__ = ["PUBLISH_LOCK", "Staging", "current_umask", "is_at", "is_staging", "leftovers", "resolve_destination"]
 
 _MARK = "fsdp-ckpt"
 _LOCK = ".fsdp-ckpt-lock"
@@ -127,7 +127,7 @@ class Staging:
                 continue
             try:
                 fcntl.flock(lock, mode)
-                if _is_at(lock, self.path / _LOCK):
+                if is_at(lock, self.path / _LOCK):
                     return lock
             except BlockingIOError:
                 time.sleep(_LOCK_WAIT_S)
@@ -150,8 +150,11 @@ class Staging:
             os.close(fd)
 
     def part_file(self, name: str) -> Path:
-        """Return where to write a file until it is complete; no two processes get the same place."""
-        return self.path / f"{name}.{os.getpid()}-{secrets.token_hex(4)}.part"
+        """Return where to write a file until it is complete; processes that share the folder get different places."""
+        owner = f".{os.getpid()}-{secrets.token_hex(4)}" if self.shared else ""
+        path = self.path / f"{name}{owner}.part"
+        path.unlink(missing_ok=True)
+        return path
 
     def finish_file(self, name: str, part: Path, note: str) -> None:
         """Give a complete file its name, and leave a note for runs that resume."""
@@ -287,7 +290,8 @@ def _open_lock(folder: Path) -> int:
     return os.open(folder / _LOCK, flags, 0o600)
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def is_at(fd: int, path: Path) -> bool:
+    """Tell whether an open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -301,7 +305,7 @@ def _remove_if_idle(path: Path) -> None:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(lock, path / _LOCK):
+        if is_at(lock, path / _LOCK):
             shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
         pass

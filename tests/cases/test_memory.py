@@ -18,7 +18,7 @@ def peak():
     with open("/proc/self/status") as status:
         print(next(line for line in status if line.startswith("VmHWM")), file=sys.stderr, end="")
 atexit.register(peak)
-from fsdp_ckpt.cli.app import main
+from fsdp_ckpt.__main__ import main
 main()
 """
 MIB = 1 << 20

@@ -75,7 +75,7 @@ def test_p54_hints_can_be_pasted_into_a_shell(built: Path, tmp_path: Path) -> No
     shutil.copytree(built / "p22/pytorch_model_fsdp_0", source / "pytorch_model_fsdp_0")
     result = run("merge", source / "optimizer_0", tmp_path / "out")
     assert result.returncode == 3
-    assert f"fsdp-ckpt merge '{source / 'pytorch_model_fsdp_0'}' OUT" in result.stderr
+    assert f"fsdp-ckpt merge '{source / 'pytorch_model_fsdp_0'}' {tmp_path / 'out'}" in result.stderr
 
 
 @pytest.mark.parametrize("variant", ["verl", "one", "dcp"])

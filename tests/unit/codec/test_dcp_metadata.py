@@ -44,7 +44,6 @@ def as_plain(found: DcpMetadata) -> dict[str, Any]:
         "objects": list(found.objects),
         "paths": dict(found.paths),
         "storage": {(place[0], place[1]): (info[0], info[1], info[2]) for place, info in found.storage.items()},
-        "save_id": found.save_id,
     }
 
 
@@ -70,7 +69,6 @@ def by_torch(metadata: Metadata) -> dict[str, Any]:
         "objects": objects,
         "paths": dict(metadata.planner_data or {}),
         "storage": storage,
-        "save_id": meta.save_id if meta else None,
     }
 
 

@@ -63,7 +63,6 @@ def by_torch(metadata: Metadata) -> dict[str, Any]:
         )
         for index, info in (metadata.storage_data or {}).items()
     }
-    meta = getattr(metadata, "storage_meta", None)
     return {
         "tensors": tensors,
         "objects": objects,

@@ -293,10 +293,16 @@ def _converter(src: DType, dst: DType) -> Callable[[memoryview], memoryview]:
     import numpy as np
 
     from fsdp_ckpt.run.cast import cast_bits
-    from fsdp_ckpt.run.gather import storage_dtype
+    from fsdp_ckpt.run.gather import numpy_dtype, storage_dtype
 
     bits = storage_dtype(src)
-    return lambda block: _bytes_of(cast_bits(np.frombuffer(block, dtype=bits), src, dst))
+    out = np.empty(BLOCK_BYTES // src.itemsize, dtype=numpy_dtype(dst))
+
+    def convert(block: memoryview) -> memoryview:
+        values = np.frombuffer(block, dtype=bits)
+        return _bytes_of(cast_bits(values, src, dst, out[: len(values)]))
+
+    return convert
 
 
 def _bytes_of(values: Any) -> memoryview:

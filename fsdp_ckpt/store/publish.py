@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -151,7 +150,7 @@ class Staging:
 
     def part_file(self, name: str) -> Path:
         """Return where to write a file until it is complete; processes that share the folder get different places."""
-        owner = f".{os.getpid()}-{secrets.token_hex(4)}" if self.shared else ""
+        owner = f".{os.getpid()}-{os.urandom(4).hex()}" if self.shared else ""
         path = self.path / f"{name}{owner}.part"
         path.unlink(missing_ok=True)
         return path

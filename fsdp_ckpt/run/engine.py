@@ -180,30 +180,38 @@ def write_files(
         Whatever a task raised first; files that were complete by then stay in the staging folder.
     """
     engine = _Engine(specs, staging, copier, durable=durable, need_crcs=need_crcs)
-    workers = [threading.Thread(target=engine.work, name=f"fsdp-ckpt-{n}", daemon=True) for n in range(jobs)]
+    running: list[threading.Event] = []
     try:
-        for worker in workers:
-            worker.start()
-        while any(worker.is_alive() for worker in workers):
-            for worker in workers:
-                worker.join(0.2)
+        for number in range(jobs):
+            done = threading.Event()
+            threading.Thread(target=_work, args=(engine, done), name=f"fsdp-ckpt-{number}", daemon=True).start()
+            running.append(done)
+        _wait_for(running)
     except BaseException:
         copier.stop.set()
         raise
     finally:
-        _join_all([worker for worker in workers if worker.ident is not None])
+        while not all(done.is_set() for done in running):
+            with suppress(KeyboardInterrupt):  # they use files that are closed next, however often Ctrl-C is pressed
+                _wait_for(running)
         engine.close()
     if engine.error is not None:
         raise _explain(engine.error, staging.destination)
     return engine.done
 
 
-def _join_all(workers: Sequence[threading.Thread]) -> None:
-    """Wait for workers that were told to stop, also under repeated Ctrl-C: they use files that will be closed."""
-    while any(worker.is_alive() for worker in workers):
-        with suppress(KeyboardInterrupt):
-            for worker in workers:
-                worker.join(0.2)
+def _work(engine: _Engine, done: threading.Event) -> None:
+    try:
+        engine.work()
+    finally:
+        done.set()
+
+
+def _wait_for(running: Sequence[threading.Event]) -> None:
+    # Not Thread.join: when a signal interrupts it, CPython 3.11 takes the thread for finished (bpo-45274).
+    for done in running:
+        while not done.wait(0.2):
+            pass
 
 
 def _tensor_crc(fd: int, span: tuple[int, int], runs: Sequence[tuple[int, int, int | None]]) -> int:

@@ -15,6 +15,7 @@ from tests.hostile.forge_dcp import Forged, index, pattern, place, tensor_metada
 from tests.hostile.forge_zip import Entry, archive, records, tensor_value
 
 MIB = 1 << 20
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["xfs", "btrfs"])

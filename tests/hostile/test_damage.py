@@ -31,7 +31,7 @@ def _source(name: str, folder: Path) -> Path:
 
 
 def _cuts(size: int) -> list[int]:
-    return sorted({0, 1, size // 3, size // 2, size - 30, size - 1} & set(range(size)))
+    return sorted({0, size // 2, size - 30, size - 1} & set(range(size)))
 
 
 def _merge(source: Path, out: Path, edits: Sequence[Edit] = ()) -> Case:

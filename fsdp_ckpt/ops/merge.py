@@ -272,12 +272,11 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
         else:
             staging.discard()
         raise
-    if options.remove_source and still_there:
+    removed = options.remove_source and still_there
+    if removed:
         verify_output(job.destination, job.specs, crcs)
         remove_source(job.plan.checkpoint, job.plan.part)
-    return _report(
-        job, done, begun, free=free, source_removed=options.remove_source, pending=None if share is None else []
-    )
+    return _report(job, done, begun, free=free, source_removed=removed, pending=None if share is None else [])
 
 
 def _is_finished(staging: Staging, spec: OutputSpec, options: MergeOptions) -> bool:
@@ -292,6 +291,8 @@ def _load_crcs(staging: Staging, specs: Sequence[OutputSpec]) -> dict[str, dict[
 def _publish(job: _Job, staging: Staging) -> None:
     durable = job.plan.options.fsync
     for name, path in job.plan.side.files.items():
+        if job.plan.options.into and (job.destination / name).exists():
+            continue  # a folder that was there keeps its own
         staging.add_file(name, path.read_bytes(), durable=durable)
     if len(job.specs) > 1:
         name = PATTERNS[job.plan.options.format].format(suffix="") + ".index.json"

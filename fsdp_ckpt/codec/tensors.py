@@ -16,7 +16,16 @@ from fsdp_ckpt.catalog import DTYPES, MAX_DIMS, DType, Shape
 from fsdp_ckpt.codec.known import PLAIN, records
 from fsdp_ckpt.codec.pickles import Constructor, Global, Machine, Record
 
-__all__ = ["TORCH", "DTensorRef", "LocalShard", "ShardedTensorRef", "StorageRef", "TensorRef", "storage_from_pid"]
+__all__ = [
+    "STORAGE_NAMES",
+    "TORCH",
+    "DTensorRef",
+    "LocalShard",
+    "ShardedTensorRef",
+    "StorageRef",
+    "TensorRef",
+    "storage_from_pid",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +110,12 @@ class _StorageType:
     dtype: DType | None
 
 
-_TYPED = {
+STORAGE_NAMES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
     "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
     "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
+"""dtype by the name of torch's typed storage class, without ``Storage``."""
 
 
 def storage_from_pid(pid: Any) -> StorageRef:
@@ -260,7 +270,7 @@ def _box(machine: Machine, box: Any) -> tuple[Shape, Shape]:
 
 def _table() -> dict[str, Global]:
     table: dict[str, Global] = dict(PLAIN)
-    table |= {f"torch.{name}Storage": _StorageType(DTYPES[dtype]) for name, dtype in _TYPED.items()}
+    table |= {f"torch.{name}Storage": _StorageType(DTYPES[dtype]) for name, dtype in STORAGE_NAMES.items()}
     table["torch.storage.UntypedStorage"] = table["torch.UntypedStorage"] = _StorageType(None)
     table |= {
         f"torch._utils.{name}": Constructor(f"torch._utils.{name}", call)

@@ -14,17 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_ckpt.catalog import DType, Shape, contiguous_strides
+from fsdp_ckpt.codec.tensors import STORAGE_NAMES
 
 __all__ = ["ArchiveTensor", "ZipLayout", "lay_out_archive", "seal_archive"]
 
 _ALIGNMENT = 4096
 _LOCAL_BYTES = 30
 _ZIP64 = struct.Struct("<2H2Q")
-_TYPED = {
-    "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long",
-    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
-    "complex64": "ComplexFloat", "complex128": "ComplexDouble",
-}  # fmt: skip
+_TYPED = {dtype: name for name, dtype in STORAGE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,9 +134,9 @@ def merge(
             ``rename`` (``"old=new"`` prefixes or ``"s/regex/replacement/"``), ``tie`` (drop an output head that
             equals the embedding; None follows config.json), ``part`` (name, when there are several models),
             ``dry_run``, ``overwrite``, ``resume``, ``remove_source`` (after reading the result back), ``verify``
-            (compare recorded checksums), ``fsync``, ``jobs`` (threads),
-            ``share`` (this process's share of the work), ``into`` (write into a folder that has files of its own: weight
-            files of the same name are replaced, nothing else is).
+            (compare recorded checksums), ``fsync``, ``jobs`` (threads), ``share`` (this process's share of the work),
+            ``into`` (write into a folder that has files of its own: weight files of the same name are replaced, nothing
+            else is).
 
     Returns:
         What was done.

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Mapping
+from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 from fsdp_ckpt.codec.opcodes import OPCODES, STOP
 from fsdp_ckpt.errors import MalformedFile, UnsafePickle
 
-__all__ = ["Constructor", "Global", "Machine", "Opaque", "Record", "loads"]
+__all__ = ["Constructor", "Global", "Machine", "Opaque", "PicklingError", "Record", "UnpicklingError", "loads"]
 
 _COPY_LIMIT = 1 << 20
 _KEY_NODES = 256

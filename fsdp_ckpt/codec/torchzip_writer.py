@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fsdp_ckpt.catalog import DType, Shape, contiguous_strides
 from fsdp_ckpt.codec.tensors import STORAGE_NAMES
 
-__all__ = ["ArchiveTensor", "ZipLayout", "lay_out_archive", "seal_archive"]
+__all__ = ["ArchiveTensor", "ZipLayout", "lay_out_archive", "lay_out_records", "pickle_tensor", "seal_archive"]
 
 _ALIGNMENT = 4096
 _LOCAL_BYTES = 30
@@ -78,14 +78,26 @@ def lay_out_archive(tensors: Sequence[ArchiveTensor], *, prefix: str) -> ZipLayo
     contents: list[tuple[str, int, bytes | None]] = [("data.pkl", 0, _pickle(tensors)), ("byteorder", 0, b"little")]
     contents += [(f"data/{storage}", size, None) for storage, size in sizes.items()]
     contents.append(("version", 0, b"3\n"))
+    return lay_out_records(contents, prefix=prefix, alignment=_ALIGNMENT)
+
+
+def lay_out_records(contents: Sequence[tuple[str, int, bytes | None]], *, prefix: str, alignment: int) -> ZipLayout:
+    """Return where records go that follow each other in one archive.
+
+    Args:
+        contents: Name without prefix, size in bytes and content of each; storages (``data/N``) have no content yet,
+            for others the content says the size.
+        prefix: Name of the folder within the archive.
+        alignment: Bytes that the places of storages are multiples of, counted from the archive's beginning; those of
+            other records are multiples of 64, as torch has it.
+    """
     position = 0
     records = []
     for name, size, content in contents:
         size = len(content) if content is not None else size
         full = f"{prefix}/{name}"
         start = position + _LOCAL_BYTES + len(full.encode()) + _ZIP64.size + 4
-        alignment = _ALIGNMENT if content is None else 64
-        start += -start % alignment
+        start += -start % (alignment if content is None else 64)
         records.append(_Record(name=full, header=position, start=start, size=size, content=content))
         position = start + size
     storages = {
@@ -132,23 +144,30 @@ def seal_archive(layout: ZipLayout, crcs: Mapping[int, int]) -> list[tuple[int, 
     return pieces
 
 
+def pickle_tensor(tensor: ArchiveTensor) -> bytes:
+    """Return the ``data.pkl`` of an archive that holds one tensor and nothing around it; its name is not used."""
+    return b"\x80\x02" + _tensor(tensor) + b"."
+
+
 def _pickle(tensors: Sequence[ArchiveTensor]) -> bytes:
     """Return the pickle of ``OrderedDict(name -> tensor)`` in protocol 2."""
-    out = [b"\x80\x02ccollections\nOrderedDict\n)R("]
-    for tensor in tensors:
-        typed = _TYPED.get(tensor.dtype.name)
-        rebuild = b"_rebuild_tensor_v2" if typed else b"_rebuild_tensor_v3"
-        storage = f"torch\n{typed}Storage".encode() if typed else b"torch.storage\nUntypedStorage"
-        elements = math.prod(tensor.shape) if typed else tensor.num_bytes
-        out += [
-            _text(tensor.name), b"ctorch._utils\n", rebuild, b"\n((", _text("storage"), b"c", storage, b"\n",
-            _text(str(tensor.storage)), _text("cpu"), _int(elements), b"tQ", _int(0), _sizes(tensor.shape),
-            _sizes(contiguous_strides(tensor.shape)), b"\x89ccollections\nOrderedDict\n)R",
-        ]  # fmt: skip
-        if not typed:
-            out.append(b"ctorch\n" + tensor.dtype.name.encode() + b"\n")
-        out.append(b"tR")
-    out.append(b"u.")
+    items = b"".join(_text(tensor.name) + _tensor(tensor) for tensor in tensors)
+    return b"\x80\x02ccollections\nOrderedDict\n)R(" + items + b"u."
+
+
+def _tensor(tensor: ArchiveTensor) -> bytes:
+    typed = _TYPED.get(tensor.dtype.name)
+    rebuild = b"_rebuild_tensor_v2" if typed else b"_rebuild_tensor_v3"
+    storage = f"torch\n{typed}Storage".encode() if typed else b"torch.storage\nUntypedStorage"
+    elements = math.prod(tensor.shape) if typed else tensor.num_bytes
+    out = [
+        b"ctorch._utils\n", rebuild, b"\n((", _text("storage"), b"c", storage, b"\n",
+        _text(str(tensor.storage)), _text("cpu"), _int(elements), b"tQ", _int(0), _sizes(tensor.shape),
+        _sizes(contiguous_strides(tensor.shape)), b"\x89ccollections\nOrderedDict\n)R",
+    ]  # fmt: skip
+    if not typed:
+        out.append(b"ctorch\n" + tensor.dtype.name.encode() + b"\n")
+    out.append(b"tR")
     return b"".join(out)
 
 

@@ -157,7 +157,8 @@ class SliceView:
         box = (offsets, lengths)
         wanted = [chunk for chunk in source.chunks if intersect((chunk.offsets, chunk.lengths), box) is not None]
         located = [self._sources.resolve(source, chunk) for chunk in wanted]
-        gatherer = Gatherer(source.key, source.dtype, source.shape, located, verify=self._verify and whole)
+        verify: Literal["full", "off"] = "full" if self._verify and whole else "off"
+        gatherer = Gatherer(source.key, source.dtype, source.shape, located, verify=verify)
         bits: np.ndarray[Any, np.dtype[Any]] = np.empty(lengths, dtype=storage_dtype(source.dtype))
         gatherer.read((offsets, lengths), bits)
         if whole:

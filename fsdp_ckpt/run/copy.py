@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_ckpt.catalog import Chunk, DType, TensorEntry
 from fsdp_ckpt.errors import ChecksumMismatch, MalformedFile
@@ -248,7 +248,8 @@ class Copier:
         from fsdp_ckpt.run.gather import Gatherer
 
         tensor = task.tensor
-        gatherer = Gatherer(tensor.key, tensor.dtype, tensor.shape, located, verify=self._verify)
+        verify: Literal["full", "off"] = "full" if self._verify else "off"
+        gatherer = Gatherer(tensor.key, tensor.dtype, tensor.shape, located, verify=verify)
         buffer: Any = np.empty(_BAND_BYTES, dtype=np.uint8)
         position, crc = task.position, 0
         for offsets, lengths in bands(task.box[1], tensor.dtype.itemsize, _BAND_BYTES):

@@ -1,6 +1,7 @@
 """Put boxes together with NumPy: pieces of several shards, strided storages, lazily conjugated or negated values.
 
-Whole shards that are unbroken runs of the result take the straight way in ``run.copy`` and never come here.
+A merge comes here with what is no unbroken run of the result; whole rows go from file to file in ``run.copy``. A
+training job comes here with everything: the arrays are the memory of its parameters.
 """
 
 from __future__ import annotations
@@ -9,21 +10,30 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from fsdp_ckpt.catalog import Chunk, DType, Shape, contiguous_strides
+from fsdp_ckpt.catalog import Chunk, DType, Shape
 from fsdp_ckpt.errors import MalformedFile
-from fsdp_ckpt.plan.boxes import Box, intersect, is_contiguous_in, linear_offset
-from fsdp_ckpt.run.checksum import check_crc, crc32, verify_record
+from fsdp_ckpt.plan.boxes import Box, intersect
+from fsdp_ckpt.run.checksum import BLOCK_BYTES, check_crc, checksum_range, verify_record
+from fsdp_ckpt.run.records import Record, Records
 from fsdp_ckpt.run.sources import Located
+from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.store.syscalls import read_into
 
-__all__ = ["Gatherer", "numpy_dtype", "storage_dtype"]
+__all__ = ["Gatherer", "numpy_dtype", "storage_dtype", "verify_boxes"]
+
+_Array = np.ndarray[Any, np.dtype[Any]]
 
 _BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _COMPLEX_PARTS = {"complex32": "<f2", "complex64": "<f4", "complex128": "<f8"}
+_MAPPED_BYTES = 16 << 20
+_SPARSE = 8
+"""Where less than one byte in so many is wanted, pages are mapped instead of everything being read."""
+_LONG_BYTES = 64 << 10
+"""Rows and gaps from this length on are worth a call for each row."""
 
 
 def storage_dtype(dtype: DType) -> np.dtype[Any]:
@@ -48,114 +58,229 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 class Gatherer:
-    """Reads boxes of one tensor in the order of their elements, and checks checksums on the way.
+    """Reads boxes of one tensor into arrays, and checks checksums on the way. For one thread at a time.
+
+    What lies in the file as it shall lie in the array is read straight into the array's memory, all else through a
+    buffer of 1 MiB, or a few pages mapped where little of much is wanted. A failed read leaves an array half filled;
+    ``verify_boxes`` can look first.
 
     Args:
         key: The tensor's key, for messages.
         dtype: Its element type.
         shape: Its shape.
-        located: Its RAW chunks.
-        verify: Check checksums. Strided records are read once more for that, first.
+        located: Its RAW chunks, or those of them that will be needed.
+        verify: ``"passing"``: compare the checksum of each record that is read through in order and that the checksum
+            covers exactly. ``"full"``: the same, and read records that are strided or part of a larger storage once
+            more for their checksum, at once. ``"off"``: compare nothing.
+
+    Attributes:
+        verified_bytes: Bytes whose recorded checksum was compared.
+        unverified_bytes: Bytes of records that were read, in full or in part, and not compared; known after
+            ``finish``, 0 when ``verify`` is ``"off"``.
+
+    Raises:
+        ChecksumMismatch: A record that ``"full"`` reads first is damaged.
     """
 
-    def __init__(self, key: str, dtype: DType, shape: Shape, located: Sequence[Located], *, verify: bool) -> None:
+    def __init__(
+        self,
+        key: str,
+        dtype: DType,
+        shape: Shape,
+        located: Sequence[Located],
+        *,
+        verify: Literal["full", "passing", "off"],
+    ) -> None:
         self.key = key
         self.dtype = dtype
         self.shape = shape
         self.bits = storage_dtype(dtype)
         self.verified_bytes = 0
-        self._located = [(store, chunk) for store, chunk in located if chunk.numel]
-        self._crc: dict[int, int] = {}
-        for number, (store, chunk) in enumerate(self._located):
-            if not verify or chunk.crc32 is None:
+        self.unverified_bytes = 0
+        self._verify = verify
+        self._records = Records(located)
+        for record in self._records:
+            chunk = record.chunk
+            if verify == "off" or chunk.crc32 is None:
                 continue
-            if chunk.strides is None and chunk.crc_range is None:
-                self._crc[number] = 0  # checked while it is read
-            else:
-                self.verified_bytes += verify_record(store, chunk, key=key)
-        self._buffer = bytearray()
+            exact = chunk.crc_range in (None, (chunk.start, chunk.stop))
+            if verify == "full" and (chunk.strides is not None or not exact):
+                self.verified_bytes += verify_record(record.store, chunk, key=key)
+                record.is_verified = True
+            elif exact:
+                record.crc = 0
+        self._buffer: _Array = np.empty(0, dtype=np.uint8)
 
-    def read(self, box: Box, out: np.ndarray[Any, np.dtype[Any]]) -> None:
+    def read(self, box: Box, out: _Array) -> None:
         """Fill an array of the box's shape with the stored bits.
 
         Args:
-            box: A box of the tensor. Checksums are only meaningful when boxes come in row-major order and cover all.
-            out: C-contiguous, of ``storage_dtype``.
+            box: A box of the tensor. In whatever order boxes come: records are compared as far as they are read from
+                their beginning to their end.
+            out: Any view, of ``storage_dtype``; a C-contiguous one is filled fastest.
+
+        Raises:
+            MalformedFile: A file or a record is too short.
         """
-        for number, (store, chunk) in enumerate(self._located):
+        assert out.shape == box[1]
+        assert out.dtype == self.bits
+        for record in self._records.near(box):
+            chunk = record.chunk
             shared = intersect((chunk.offsets, chunk.lengths), box)
             if shared is None:
                 continue
-            inner = tuple(a - b for a, b in zip(shared[0], chunk.offsets, strict=True))
-            target = tuple(slice(a - b, a - b + n) for a, b, n in zip(shared[0], box[0], shared[1], strict=True))
-            with store.descriptor(chunk.file) as fd:
-                if chunk.strides is None and is_contiguous_in((inner, shared[1]), chunk.lengths):
-                    block = self._read_run(number, fd, chunk, inner, shared[1])
-                    values = np.frombuffer(block, dtype=self.bits).reshape(shared[1])
-                    out[target] = self._restore(chunk, values)
-                else:
-                    with self._strided(fd, chunk) as view:
-                        part = view[tuple(slice(a, a + n) for a, n in zip(inner, shared[1], strict=True))]
-                        out[target] = self._restore(chunk, part)
-                        del part
+            record.check_extent(self.dtype, key=self.key)
+            record.is_touched = True
+            target: tuple[Any, ...] = tuple(
+                slice(a - b, a - b + n) for a, b, n in zip(shared[0], box[0], shared[1], strict=True)
+            )
+            strides = [stride * self.dtype.itemsize for stride in record.strides]
+            inner = sum((a - b) * s for a, b, s in zip(shared[0], chunk.offsets, strides, strict=True))
+            # In the order of the file: what neighbours there is read together, and each byte once.
+            strides = [stride for stride, length in zip(strides, shared[1], strict=True) if length > 1]
+            order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+            part = out[*target, ...].squeeze().transpose(order)
+            with record.store.descriptor(chunk.file) as fd:
+                self._fill(record, fd, chunk.start + inner, tuple(strides[dim] for dim in order), part)
 
     def finish(self) -> None:
-        """Compare the checksums of all records that were read through.
+        """Compare the checksums of the records that were read through, and count the bytes of the others.
 
         Raises:
             ChecksumMismatch: One differs.
         """
-        for number, found in self._crc.items():
-            chunk = self._located[number][1]
-            check_crc(chunk, found, key=self.key)
-            self.verified_bytes += chunk.stop - chunk.start
+        if self._verify == "off":
+            return
+        for record in self._records:
+            num_bytes = record.chunk.stop - record.chunk.start
+            if record.crc is not None and record.position == record.chunk.stop:
+                check_crc(record.chunk, record.crc, key=self.key)
+                self.verified_bytes += num_bytes
+            elif record.is_touched and not record.is_verified:
+                self.unverified_bytes += num_bytes
 
-    def _read_run(self, number: int, fd: int, chunk: Chunk, inner: Shape, lengths: Shape) -> memoryview:
-        num_bytes = self.dtype.itemsize
-        for length in lengths:
-            num_bytes *= length
-        if len(self._buffer) < num_bytes:
-            self._buffer = bytearray(num_bytes)
-        block = memoryview(self._buffer)[:num_bytes]
-        position = chunk.start + linear_offset(inner, chunk.lengths) * self.dtype.itemsize
-        if read_into(fd, block, position) < num_bytes:
-            raise MalformedFile(f"{chunk.file} ends within `{self.key}`")
-        if number in self._crc:
-            self._crc[number] = crc32(block, self._crc[number])
-        return block
+    def _fill(self, record: Record, fd: int, position: int, strides: Shape, out: _Array) -> None:
+        """Fill an array.
 
-    def _restore(self, chunk: Chunk, values: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-        """Apply torch's lazy conj and neg bits, on the bits of the values."""
-        if not chunk.conj and not chunk.neg:
-            return values
-        flat = np.ascontiguousarray(values).reshape(-1)
-        if self.dtype.name in _COMPLEX_PARTS:
-            parts = flat.view(_COMPLEX_PARTS[self.dtype.name]).reshape(-1, 2).copy()
-            if chunk.neg:
-                parts = -parts
-            if chunk.conj:
-                parts[:, 1] = -parts[:, 1]
-            return parts.reshape(-1).view(self.bits).reshape(values.shape)
-        return (-flat.view(numpy_dtype(self.dtype))).view(self.bits).reshape(values.shape)
+        Args:
+            record: The record to read.
+            fd: Its file.
+            position: Byte in the file of the array's first element.
+            strides: Bytes in the file between neighbours, per dimension of the array, none smaller than the next.
+            out: The array.
+        """
+        chunk = record.chunk
+        is_lazy = chunk.conj or chunk.neg
+        if strides == out.strides and out.flags.c_contiguous and not is_lazy:
+            self._read(record, fd, position, out.reshape(-1).view(np.uint8).data)
+            return
+        span = self.dtype.itemsize + sum((n - 1) * stride for n, stride in zip(out.shape, strides, strict=True))
+        is_sparse = span > _SPARSE * out.nbytes
+        window = max(_MAPPED_BYTES if is_sparse else BLOCK_BYTES, self.dtype.itemsize)
+        if span <= window and is_sparse:
+            with self._mapped(record, fd, position, span) as pages:
+                values = np.ndarray(out.shape, dtype=self.bits, buffer=pages, strides=strides)
+                out[...] = self._resolve(chunk, values.copy()) if is_lazy else values
+                del values
+            return
+        if span <= window:
+            block = self._block(span)
+            self._read(record, fd, position, block.data)
+            if is_lazy:
+                self._resolve(chunk, block)
+            out[...] = np.ndarray(out.shape, dtype=self.bits, buffer=block, strides=strides)
+            return
+        row_bytes = span - (out.shape[0] - 1) * strides[0]
+        step = 1
+        if row_bytes < _LONG_BYTES or strides[0] - row_bytes < _LONG_BYTES:
+            step += max(window - row_bytes, 0) // strides[0]
+        for row in range(0, out.shape[0], step):
+            if step == 1:
+                self._fill(record, fd, position + row * strides[0], strides[1:], out[row, ...])
+            else:
+                self._fill(record, fd, position + row * strides[0], strides, out[row : row + step])
+
+    def _read(self, record: Record, fd: int, position: int, view: memoryview) -> None:
+        for done in range(0, len(view), BLOCK_BYTES):
+            block = view[done : done + BLOCK_BYTES]
+            if read_into(fd, block, position + done) < len(block):
+                raise MalformedFile(f"{record.chunk.file} ends within `{self.key}`")
+            record.note(position + done, block)
 
     @contextmanager
-    def _strided(self, fd: int, chunk: Chunk) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-        """Show a record as an array of the chunk's shape; its pages are given back afterwards."""
-        if os.fstat(fd).st_size < chunk.stop:
-            raise MalformedFile(f"{chunk.file} ends within `{self.key}`")
-        base = chunk.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(fd, chunk.stop - base, access=mmap.ACCESS_READ, offset=base)
-        strides = chunk.strides or contiguous_strides(chunk.lengths)
+    def _mapped(self, record: Record, fd: int, position: int, num_bytes: int) -> Iterator[_Array]:
+        """Show a range of a file as bytes; its pages are given back afterwards."""
+        if os.fstat(fd).st_size < position + num_bytes:
+            raise MalformedFile(f"{record.chunk.file} ends within `{self.key}`")
+        base = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(fd, position + num_bytes - base, access=mmap.ACCESS_READ, offset=base)
         try:
-            raw = np.frombuffer(mapped, dtype=np.uint8, offset=chunk.start - base)
-            view = np.ndarray(
-                chunk.lengths,
-                dtype=self.bits,
-                buffer=raw,
-                strides=tuple(stride * self.dtype.itemsize for stride in strides),
-            )
-            yield view
-            del view, raw
+            raw = np.frombuffer(mapped, dtype=np.uint8, offset=position - base)
+            yield raw
+            del raw
         finally:
             with suppress(BufferError):  # an exception's traceback may still hold the view
                 mapped.close()
+
+    def _block(self, num_bytes: int) -> _Array:
+        if len(self._buffer) < num_bytes:
+            self._buffer = np.empty(num_bytes, dtype=np.uint8)
+        return self._buffer[:num_bytes]
+
+    def _resolve(self, chunk: Chunk, values: _Array) -> _Array:
+        """Apply torch's lazy conj and neg bits to elements in a row, in place."""
+        flat = values.reshape(-1)
+        if self.dtype.name in _COMPLEX_PARTS:
+            parts = flat.view(_COMPLEX_PARTS[self.dtype.name])
+            if chunk.neg:
+                np.negative(parts, out=parts)
+            if chunk.conj:
+                np.negative(parts[1::2], out=parts[1::2])
+        elif chunk.neg:
+            numbers = flat.view(numpy_dtype(self.dtype))
+            np.negative(numbers, out=numbers)
+        return values
+
+
+def verify_boxes(key: str, dtype: DType, located: Sequence[Located], boxes: Sequence[Box]) -> tuple[int, int]:
+    """Read the records behind some boxes through and compare their checksums, before anything is overwritten.
+
+    Args:
+        key: The tensor's key, for messages.
+        dtype: Its element type.
+        located: Its RAW chunks.
+        boxes: What will be read.
+
+    Returns:
+        Bytes that were compared, and bytes of records that have no checksum. A storage that several chunks share is
+        read and counted once.
+
+    Raises:
+        ChecksumMismatch: A record is damaged.
+        MalformedFile: A file or a record is too short.
+    """
+    records = Records(located)
+    for box in boxes:
+        for record in records.near(box):
+            if not record.is_touched:
+                record.is_touched = intersect((record.chunk.offsets, record.chunk.lengths), box) is not None
+    found: dict[tuple[LocalStore, str, int, int], int] = {}
+    verified_bytes = unverified_bytes = 0
+    for record in records:
+        store, chunk = record.store, record.chunk
+        if not record.is_touched:
+            continue
+        record.check_extent(dtype, key=key)
+        start, stop = chunk.crc_range or (chunk.start, chunk.stop)
+        with store.descriptor(chunk.file) as fd:
+            if os.fstat(fd).st_size < max(stop, chunk.stop):
+                raise MalformedFile(f"{chunk.file} ends within `{key}`")
+            if chunk.crc32 is None:
+                unverified_bytes += chunk.stop - chunk.start
+                continue
+            place = (store, chunk.file, start, stop)
+            if place not in found:
+                found[place] = checksum_range(fd, start, stop)
+                verified_bytes += stop - start
+        check_crc(chunk, found[place], key=key)
+    return verified_bytes, unverified_bytes

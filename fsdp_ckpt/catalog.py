@@ -177,6 +177,8 @@ class TensorEntry:
         chunks: Boxes that should tile the tensor. Replicas of one box stand in ``replicas``, not here.
         replicas: Further copies of boxes in ``chunks`` (files per rank, HSDP): same box, other place.
         placements: The sharding over the device mesh where the format records it, as torch prints it.
+        path: Where it stood in the part's nested state dict: texts are keys, integers list indices; ``name`` is the
+            same with dots.
     """
 
     key: str
@@ -186,6 +188,7 @@ class TensorEntry:
     chunks: Sequence[Chunk]
     replicas: Sequence[Chunk] = ()
     placements: str | None = None
+    path: tuple[str | int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -211,6 +214,7 @@ class ObjectEntry:
         encoding: TORCH_ZIP or ZSTD_TORCH_ZIP; RAW for a bare pickle.
         value: The value, where reading the index has already decoded it; otherwise it is read on demand.
         decoded: Whether ``value`` is set.
+        path: Where it stood in the part's nested state dict, see ``TensorEntry``.
     """
 
     key: str
@@ -221,6 +225,7 @@ class ObjectEntry:
     encoding: Encoding = Encoding.TORCH_ZIP
     value: object = None
     decoded: bool = False
+    path: tuple[str | int, ...] = ()
 
 
 class Severity(StrEnum):

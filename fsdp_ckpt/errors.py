@@ -15,15 +15,23 @@
     │   └── UnsafePickle          4  a pickle asks for code that is not allowed
     ├── DestinationExists         5  the target is in the way                  (FileExistsError)
     ├── NotEnoughSpace            6  disk or memory would not suffice          (OSError)
-    └── Incompatible              8  the request cannot be met for this input  (ValueError)
-        ├── FlatParameters        8  FSDP flat parameters without names
-        └── NameCollision         8  two tensors would get one name
+    ├── Incompatible              8  the request cannot be met for this input  (ValueError)
+    │   ├── FlatParameters        8  FSDP flat parameters without names
+    │   ├── NameCollision         8  two tensors would get one name
+    │   └── StateMismatch         8  a checkpoint and a live model differ in names or shapes
+    ├── RankFailed               70  a rank of the training job failed or fell silent (RuntimeError)
+    └── Vetoed                   70  a hook refused to save or to load             (RuntimeError)
 
 Each class carries the exit code of the command line in ``exit_code``; an instance may carry ``hint``, the next
 thing to do, usually a command that can be typed as it stands.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "AmbiguousPart",
@@ -39,9 +47,12 @@ __all__ = [
     "NameCollision",
     "NoModelWeights",
     "NotEnoughSpace",
+    "RankFailed",
+    "StateMismatch",
     "UnknownLayout",
     "UnsafePickle",
     "UsageError",
+    "Vetoed",
 ]
 
 
@@ -157,3 +168,37 @@ class FlatParameters(Incompatible):
 
 class NameCollision(Incompatible):
     """Two tensors of the checkpoint would be written under one name."""
+
+
+class StateMismatch(Incompatible):
+    """The tensors of a checkpoint are not those of the model or optimizer that it is loaded into.
+
+    Args:
+        message: All differences, with global shapes.
+        missing: Names that the checkpoint lacks.
+        unexpected: Names that only the checkpoint has.
+        mismatched: Names whose shapes differ.
+        hint: What to do next.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.missing = list(missing)
+        self.unexpected = list(unexpected)
+        self.mismatched = list(mismatched)
+
+
+class RankFailed(FsdpCkptError, RuntimeError):
+    """A rank raised, died or fell silent; every rank that is left raises this."""
+
+
+class Vetoed(FsdpCkptError, RuntimeError):
+    """A hook refused; nothing was saved or loaded."""

@@ -8,13 +8,25 @@ from collections.abc import Iterable, Sequence
 
 from fsdp_ckpt.errors import UsageError
 
-__all__ = ["FLAT_PARAM", "Rename", "clean_fqn", "glob_filter", "is_flat_param", "parse_rename", "printable"]
+__all__ = [
+    "FLAT_PARAM", "Rename", "clean_fqn", "glob_filter", "is_flat_param", "parse_rename", "printable", "strip_wrappers",
+]  # fmt: skip
 
 FLAT_PARAM = "_flat_param"
 """Last component of the name under which FSDP1 keeps a flattened parameter."""
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_fpw_module)\.")
 """Components that FSDP1, activation checkpointing, torch.compile and fairscale put into names, at any depth."""
+
+
+def strip_wrappers(name: str) -> str:
+    """Remove wrapper components, at any depth, and nothing else.
+
+    Example:
+        >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.mlp.weight")
+        'module.layers.0.mlp.weight'
+    """
+    return _WRAPPERS.sub("", name)
 
 
 def clean_fqn(name: str) -> str:
@@ -24,7 +36,7 @@ def clean_fqn(name: str) -> str:
         >>> clean_fqn("module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._orig_mod.mlp.weight")
         'layers.0.mlp.weight'
     """
-    name = _WRAPPERS.sub("", name)
+    name = strip_wrappers(name)
     return name.removeprefix("module.") if name != "module." else name
 
 

@@ -16,6 +16,7 @@ from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, Problem, Role, Seve
 from fsdp_ckpt.errors import CorruptCheckpoint
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
 from fsdp_ckpt.layouts.hf import is_rank_shard, read_safetensors
+from fsdp_ckpt.layouts.manifest import MANIFEST, check_files, read_manifest
 from fsdp_ckpt.layouts.rank_files import group_rank_files, read_rank_files
 from fsdp_ckpt.layouts.roles import role_of
 from fsdp_ckpt.layouts.torch_file import read_torch_file
@@ -31,7 +32,7 @@ _FULL_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 _SMALL = {
     Role.SCHEDULER: re.compile(r"scheduler(_\d+)?\.(bin|pt)"),
     Role.RNG: re.compile(r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth"),
-    Role.DATALOADER: re.compile(r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"),
+    Role.DATALOADER: re.compile(r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|dl_states_\d+\.pkl"),
     Role.OTHER: re.compile(r"scaler\.pt|custom_checkpoint_\d+\.pkl|meta\.pt|training_args\.bin|recipe_state\.pt"),
 }
 _STEP = re.compile(r"(?:.*[^a-z])?(?:step|checkpoint|global_step|iter|ba|epoch)[-_=]?0*(\d+)(?:\.\w+)?", re.IGNORECASE)
@@ -53,6 +54,7 @@ def looks_composite(folder: Folder) -> bool:
         or any(name.endswith(".safetensors") for name in folder.files)
         or bool(group_rank_files(folder))
         or "trainer_state.json" in folder.files
+        or MANIFEST in folder.files
     )
 
 
@@ -66,7 +68,11 @@ def read_composite(folder: Folder) -> Checkpoint:
     parts = [*_model_parts(folder), *_optimizer_parts(folder), *_small_parts(folder)]
     trainer = _trainer_state(folder)
     layout, title = _identify(folder, parts)
+    manifest = read_manifest(folder)
     facts = []
+    if manifest is not None:
+        facts.append(("saved by", f"fsdp-ckpt, {manifest.created}"))
+        facts += [(name, f"{value}") for name, value in manifest.values.items()]
     if isinstance(trainer.get("epoch"), int | float):
         facts.append(("epoch", f"{trainer['epoch']:g}"))
     step = trainer.get("global_step")
@@ -78,14 +84,18 @@ def read_composite(folder: Folder) -> Checkpoint:
         layout=layout,
         title=title,
         parts=sorted(parts, key=lambda part: order.index(part.role)),
-        step=step if isinstance(step, int) else step_of(folder),
-        world_size=max(sizes, default=None) or (len(rng_files) or None),
+        step=_first(step, manifest.step if manifest else None, step_of(folder)),
+        world_size=manifest.world_size if manifest else max(sizes, default=None) or (len(rng_files) or None),
         facts=facts,
         side_files=[
             folder.prefix + name for name in folder.files if SIDE_FILES.fullmatch(name) or name == "trainer_state.json"
         ],
-        problems=list(_cross_checks(parts)),
+        problems=[*([] if manifest is None else check_files(folder, manifest)), *_cross_checks(parts)],
     )
+
+
+def _first(*steps: object) -> int | None:
+    return next((step for step in steps if isinstance(step, int)), None)
 
 
 def step_of(folder: Folder) -> int | None:

@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from fsdp_ckpt.catalog import Chunk, Encoding, ObjectEntry, Part, Problem, Role, Severity, Shape, TensorEntry
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo, read_metadata
 from fsdp_ckpt.codec.safetensors import Header, read_header
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, NotEnoughSpace
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
-from fsdp_ckpt.layouts.roles import KeyPath, split_roles
+from fsdp_ckpt.layouts.roles import KeyPath, Split, split_roles
 from fsdp_ckpt.plan.boxes import Box
 from fsdp_ckpt.store.local import Folder
 from fsdp_ckpt.store.memory import available_memory
@@ -89,8 +90,8 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     splits = split_roles(build.paths.items(), default=role or Role.MODEL)
     parts: list[Part] = []
     for split in splits:
-        tensors = {key: replace(build.tensors[key], name=n) for key, n in split.names.items() if key in build.tensors}
-        objects = {key: replace(build.objects[key], name=n) for key, n in split.names.items() if key in build.objects}
+        tensors = {key: _placed(build.tensors[key], split) for key in split.names if key in build.tensors}
+        objects = {key: _placed(build.objects[key], split) for key in split.names if key in build.objects}
         parts.append(
             replace(
                 frame,
@@ -103,6 +104,13 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
             )
         )
     return parts or [replace(frame, problems=problems)]
+
+
+_Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
+
+
+def _placed(entry: _Entry, split: Split) -> _Entry:
+    return replace(entry, name=split.names[entry.key], path=split.paths[entry.key])
 
 
 @dataclass(slots=True)

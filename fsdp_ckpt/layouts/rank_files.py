@@ -81,8 +81,9 @@ def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
     files = {folder.prefix + name: folder.files[name] for name in group.files.values()}
     parts = []
     for number, split in enumerate(splits):
-        tensors = {k: replace(gather.tensors[k], name=n) for k, n in split.names.items() if k in gather.tensors}
-        objects = {k: replace(gather.objects[k], name=n) for k, n in split.names.items() if k in gather.objects}
+        places: dict[str, Any] = {key: {"name": n, "path": split.paths[key]} for key, n in split.names.items()}
+        tensors = {key: replace(gather.tensors[key], **place) for key, place in places.items() if key in gather.tensors}
+        objects = {key: replace(gather.objects[key], **place) for key, place in places.items() if key in gather.objects}
         problems = [p for p in gather.problems if p.where in tensors]
         if number == 0 and missing:
             problems.insert(0, _missing_ranks(folder, group, missing))

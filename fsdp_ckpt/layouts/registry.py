@@ -27,7 +27,7 @@ from fsdp_ckpt.layouts.hf import read_safetensors
 from fsdp_ckpt.layouts.torch_file import read_torch_file
 from fsdp_ckpt.store.local import Folder, LocalStore
 
-__all__ = ["read_checkpoint"]
+__all__ = ["list_checkpoints", "read_checkpoint"]
 
 _INNER = ("sharded", "actor", "model", "weights", "model_and_optim", "checkpoint", "pytorch_model_fsdp_0", "dcp", "hf")
 """Sub-folders that frameworks put the weights in, looked at when a folder itself holds none."""
@@ -199,6 +199,17 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
         f"`{text}` is not a checkpoint of a known layout; it holds: {names}",
         hint="pass the folder that holds .metadata, *.distcp, *.safetensors or *.bin files",
     )
+
+
+def list_checkpoints(path: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Return the folders of a run that are named like checkpoints, by falling step. Nothing in them is looked at.
+
+    Example:
+        >>> list_checkpoints("run")  # doctest: +SKIP
+        [(1000, PosixPath('run/step-1000')), (900, PosixPath('run/step-900'))]
+    """
+    found = {below.path.resolve(): (step, below.path) for step, below in _candidates(Folder(LocalStore(Path(path))))}
+    return sorted(found.values(), reverse=True)
 
 
 def _candidates(folder: Folder) -> Iterator[tuple[int, Folder]]:

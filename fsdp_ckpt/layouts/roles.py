@@ -53,11 +53,13 @@ class Split:
         name: The head that they stood under (``model``); ``model`` for keys at the top level.
         role: What the part is for.
         names: Name within the part, by key.
+        paths: The same before it was joined with dots.
     """
 
     name: str
     role: Role
     names: dict[str, str]
+    paths: dict[str, KeyPath]
 
 
 def role_of(head: str) -> Role | None:
@@ -96,13 +98,11 @@ def split_roles(paths: Iterable[tuple[str, KeyPath]], *, default: Role = Role.MO
             is_loose = role is None and has_model
             role = role or (Role.OTHER if is_loose else default)
             name = head if rest and is_loose else role.value
-            inner = _join(path[depth:])
-            if rest and is_loose:
-                inner = _join(rest)
+            inner = rest if rest and is_loose else path[depth:]
         else:
-            name, inner = head, _join(rest)
-        part = parts.setdefault(name, Split(name=name, role=role, names={}))
-        part.names[key] = inner
+            name, inner = head, rest
+        part = parts.setdefault(name, Split(name=name, role=role, names={}, paths={}))
+        part.names[key], part.paths[key] = _join(inner), inner
     order = list(Role)
     return sorted(parts.values(), key=lambda part: order.index(part.role))
 

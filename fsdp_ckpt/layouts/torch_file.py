@@ -137,17 +137,17 @@ def read_torch_file(store: LocalStore, file: str, *, name: str | None = None, ro
         objects: dict[str, ObjectEntry] = {}
         problems: list[Problem] = []
         for key, inner in split.names.items():
-            value = by_key[key][1]
+            value, place = by_key[key][1], split.paths[key]
             if isinstance(value, TensorRef):
                 tensors[key] = TensorEntry(
-                    key=key, name=inner, dtype=value.dtype, shape=value.shape, chunks=(opened.chunk(value),)
+                    key=key, name=inner, dtype=value.dtype, shape=value.shape, chunks=(opened.chunk(value),), path=place
                 )
             elif isinstance(value, DTensorRef | ShardedTensorRef):
                 tensors[key] = sharded_entry(key, inner, value, opened.boxes(value))
                 problems += _slice_problem(tensors[key], value)
             else:
                 objects[key] = ObjectEntry(
-                    key=key, name=inner, file=file, start=0, stop=opened.size, value=value, decoded=True
+                    key=key, name=inner, file=file, start=0, stop=opened.size, value=value, decoded=True, path=place
                 )
         whole = [entry for entry in tensors.values() if entry.placements is None]
         parts.append(

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from fsdp_ckpt.catalog import Shape
 
-__all__ = ["Box", "Coverage", "bands", "check_coverage", "intersect", "is_contiguous_in", "linear_offset"]
+__all__ = [
+    "Box", "Coverage", "bands", "check_coverage", "flat_boxes", "intersect", "is_contiguous_in", "linear_offset",
+]  # fmt: skip
 
 Box = tuple[Shape, Shape]
 """Offsets and lengths, in elements per dimension."""
@@ -90,6 +92,33 @@ def bands(shape: Shape, itemsize: int, limit_bytes: int) -> Iterator[Box]:
         ones = (1,) * cut
         for start in range(0, shape[cut], step):
             yield (*head, start, *zeros), (*ones, min(step, shape[cut] - start), *tail)
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that the elements ``[start, stop)`` of a tensor's row-major order form, in that order.
+
+    This is what one rank holds of a parameter that FSDP1 flattened: at most ``2 * len(shape) - 1`` boxes.
+
+    Example:
+        >>> list(flat_boxes((4, 3), 2, 10))
+        [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    inner = math.prod(shape[1:])
+    row, within = divmod(start, inner)
+    if within or stop - start < inner:
+        end = min(stop, (row + 1) * inner)
+        for offsets, lengths in flat_boxes(shape[1:], within, end - row * inner):
+            yield (row, *offsets), (1, *lengths)
+        yield from flat_boxes(shape, end, stop)
+        return
+    rows = (stop - start) // inner
+    yield (row, *[0] * (len(shape) - 1)), (rows, *shape[1:])
+    yield from flat_boxes(shape, start + rows * inner, stop)
 
 
 def check_coverage(shape: Shape, boxes: Sequence[Box]) -> Coverage:

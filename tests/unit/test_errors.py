@@ -24,6 +24,9 @@ TREE: dict[str, tuple[str, int, type[BaseException]]] = {
     "Incompatible": ("FsdpCkptError", 8, ValueError),
     "FlatParameters": ("Incompatible", 8, ValueError),
     "NameCollision": ("Incompatible", 8, ValueError),
+    "StateMismatch": ("Incompatible", 8, ValueError),
+    "RankFailed": ("FsdpCkptError", 70, RuntimeError),
+    "Vetoed": ("FsdpCkptError", 70, RuntimeError),
 }
 
 

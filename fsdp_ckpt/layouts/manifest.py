@@ -1,0 +1,167 @@
+"""``fsdp_ckpt.json``: the last file of every checkpoint that we save, and the sign that it is whole.
+
+It says what was saved, by how many ranks, and lists every other file with its size and CRC-32. A folder with such a
+manifest is complete when all of these files are there with these sizes; saving writes into a hidden sibling, so that
+the manifest never stands in a folder that is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp_ckpt.catalog import Problem, Severity
+from fsdp_ckpt.errors import MalformedFile
+from fsdp_ckpt.store.local import Folder
+
+__all__ = ["MANIFEST", "Manifest", "Member", "check_files", "read_manifest", "write_manifest"]
+
+MANIFEST = "fsdp_ckpt.json"
+_FORMAT = "fsdp-ckpt/checkpoint/1"
+_LIMIT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A model, optimizer, scheduler, data loader or object of a checkpoint.
+
+    Attributes:
+        name: As the caller named it; its number where it was one of a list.
+        part: Its folder or file, without ending (``pytorch_model_fsdp_0``).
+        kind: Its class, or how it was sharded (``FSDP2``, ``AdamW``).
+        of: For an optimizer: names of the models whose parameters it holds.
+        facts: Mesh, sharding strategy, and the like.
+    """
+
+    name: str
+    part: str
+    kind: str = ""
+    of: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        save_id: Random; the same for all files of one save.
+        step: Training step; None when none was given.
+        world_size: Ranks that saved it.
+        state_dict_type: ``SHARDED_STATE_DICT``, ``FULL_STATE_DICT`` or ``LOCAL_STATE_DICT``.
+        created: When, in UTC, ISO 8601.
+        versions: Of fsdp-ckpt, torch and Python.
+        models: In order.
+        optimizers: In order.
+        schedulers: In order.
+        dataloaders: In order.
+        objects: In order.
+        has_rng: Whether random states were saved.
+        values: Numbers and texts of the caller.
+        files: Size in bytes and CRC-32 (eight hexadecimal digits) by path.
+    """
+
+    save_id: str
+    step: int | None
+    world_size: int
+    state_dict_type: str
+    created: str
+    versions: Mapping[str, str]
+    models: Sequence[Member] = ()
+    optimizers: Sequence[Member] = ()
+    schedulers: Sequence[Member] = ()
+    dataloaders: Sequence[Member] = ()
+    objects: Sequence[Member] = ()
+    has_rng: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+
+_MEMBERS = ("models", "optimizers", "schedulers", "dataloaders", "objects")
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """Return the file's content.
+
+    Raises:
+        ValueError: A value of the caller is nothing that JSON has.
+        TypeError: The same.
+    """
+    fields = asdict(manifest)
+    files = {path: {"bytes": size, "crc32": crc} for path, (size, crc) in sorted(fields.pop("files").items())}
+    data = {"format": _FORMAT, **fields, "files": files}
+    return (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def read_manifest(folder: Folder) -> Manifest | None:
+    """Return the manifest of a folder, None when it has none.
+
+    Raises:
+        MalformedFile: It is broken, or of a version that we do not know.
+    """
+    if MANIFEST not in folder.files:
+        return None
+    where = folder.prefix + MANIFEST
+    try:
+        data = json.loads(folder.store.read(where, limit_bytes=_LIMIT_BYTES))
+        if data["format"] != _FORMAT:
+            raise MalformedFile(f"{where}: format {data['format']!r:.60}, this version reads {_FORMAT}")
+        return _parse(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, MalformedFile):
+            raise
+        raise MalformedFile(f"{where}: broken: {type(error).__name__}: {error}") from None
+
+
+def _parse(data: Mapping[str, Any]) -> Manifest:
+    step, world_size = data["step"], data["world_size"]
+    if type(world_size) is not int or world_size < 1 or not (step is None or type(step) is int):
+        raise ValueError("an impossible step or world size")
+    files = {}
+    for path, entry in data["files"].items():
+        size, crc = entry["bytes"], entry["crc32"]
+        if type(size) is not int or size < 0:
+            raise ValueError(f"an impossible size of {path}")
+        int(crc, 16)
+        files[path] = (size, crc)
+    fields: dict[str, Any] = {name: [_member(entry) for entry in data[name]] for name in _MEMBERS}
+    fields |= {name: str(data[name]) for name in ("save_id", "state_dict_type", "created")}
+    return Manifest(
+        step=step,
+        world_size=world_size,
+        versions={str(name): str(version) for name, version in data["versions"].items()},
+        has_rng=data["has_rng"] is True,
+        values=dict(data["values"]),
+        files=files,
+        **fields,
+    )
+
+
+def _member(entry: Mapping[str, Any]) -> Member:
+    return Member(
+        name=str(entry["name"]),
+        part=str(entry["part"]),
+        kind=str(entry["kind"]),
+        of=[str(name) for name in entry["of"]],
+        facts=dict(entry["facts"]),
+    )
+
+
+def check_files(folder: Folder, manifest: Manifest) -> list[Problem]:
+    """Compare what lies in a folder with its manifest: names and sizes, no content."""
+    found = []
+    for path, (size, _) in manifest.files.items():
+        have = folder.store.size(folder.prefix + path)
+        if have is None:
+            message = "listed in the manifest, but not there"
+            found.append(_problem("missing-file", folder, path, message))
+        elif have != size:
+            message = f"has {have} bytes, the manifest says {size}"
+            found.append(_problem("wrong-size", folder, path, message))
+    return found
+
+
+def _problem(code: str, folder: Folder, path: str, message: str) -> Problem:
+    return Problem(severity=Severity.ERROR, code=code, where=folder.prefix + path, message=message)

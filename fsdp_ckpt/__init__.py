@@ -12,20 +12,33 @@ if TYPE_CHECKING:
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
     from fsdp_ckpt.ops.view import CheckpointView, open_checkpoint
+    from fsdp_ckpt.train.checkpointer import Checkpointer
+    from fsdp_ckpt.train.export import get_state_dict, save_model
+    from fsdp_ckpt.train.hooks import Hooks
+    from fsdp_ckpt.train.load import LoadReport, load_state
+    from fsdp_ckpt.train.save import SaveReport, save_state
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointView",
+    "Checkpointer",
     "FsdpCkptError",
+    "Hooks",
     "InspectReport",
+    "LoadReport",
     "MergeOptions",
     "MergeReport",
+    "SaveReport",
     "__version__",
+    "get_state_dict",
     "inspect",
+    "load_state",
     "merge",
     "merge_fsdp_weights",
     "open_checkpoint",
+    "save_model",
+    "save_state",
 ]
 
 _HOMES = {
@@ -38,6 +51,14 @@ _HOMES = {
     "merge_fsdp_weights": "ops.merge",
     "CheckpointView": "ops.view",
     "open_checkpoint": "ops.view",
+    "Checkpointer": "train.checkpointer",
+    "Hooks": "train.hooks",
+    "LoadReport": "train.load",
+    "SaveReport": "train.save",
+    "get_state_dict": "train.export",
+    "load_state": "train.load",
+    "save_model": "train.export",
+    "save_state": "train.save",
 }
 
 

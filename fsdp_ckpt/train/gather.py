@@ -1,0 +1,125 @@
+"""Bring sharded tensors together on one rank, one at a time.
+
+Each box travels from the rank that holds it straight to its destination; no rank ever has more than one tensor beyond
+what it keeps, and ranks that hold nothing of a tensor do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_ckpt.catalog import Shape
+from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
+from fsdp_ckpt.plan.boxes import Box, check_coverage
+from fsdp_ckpt.train.live import LiveTensor
+from fsdp_ckpt.train.ranks import Ranks
+
+__all__ = ["Described", "describe", "gather_tensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A tensor as all ranks together hold it.
+
+    Attributes:
+        name: Its name.
+        shape: Whole shape.
+        dtype: Element type.
+        aliases: Further names.
+        boxes: Disjoint boxes that tile it, and the rank that each is taken from.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    aliases: Sequence[str]
+    boxes: Sequence[tuple[Box, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def describe(tensors: Mapping[str, LiveTensor], ranks: Ranks, doing: str) -> list[Described]:
+    """Return what the ranks hold between them, the same list on all of them. A collective.
+
+    Raises:
+        Incompatible: Ranks disagree about a dtype or shape.
+        CorruptCheckpoint: Their boxes do not tile a tensor.
+    """
+    mine = [
+        (tensor.name, tensor.shape, tensor.dtype, tuple(tensor.aliases), [piece.box for piece in tensor.pieces])
+        for tensor in tensors.values()
+    ]
+    found: dict[str, Described] = {}
+    sources: dict[str, dict[Box, int]] = {}
+    for rank, rows in enumerate(ranks.gather_all(mine, doing)):
+        for name, shape, dtype, aliases, boxes in rows:
+            known = found.setdefault(name, Described(name=name, shape=shape, dtype=dtype, aliases=aliases, boxes=()))
+            if (known.shape, known.dtype) != (shape, dtype):
+                raise Incompatible(
+                    f"`{name}` is {dtype} {shape} on rank {rank}, {known.dtype} {known.shape} on another"
+                )
+            for box in boxes:
+                if 0 not in box[1]:
+                    sources.setdefault(name, {}).setdefault(box, rank)
+    result = []
+    for name, tensor in found.items():
+        owners = sources.get(name, {})
+        if not check_coverage(tensor.shape, list(owners)).is_exact:
+            raise CorruptCheckpoint(f"the ranks do not hold all of `{name}` {tensor.shape} between them")
+        result.append(
+            Described(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, aliases=tensor.aliases, boxes=sorted(owners.items())
+            )
+        )
+    return result
+
+
+def gather_tensors(
+    described: Sequence[Described],
+    tensors: Mapping[str, LiveTensor],
+    ranks: Ranks,
+    consume: Callable[[Described, Tensor], None],
+    *,
+    target: Callable[[Described], int] = lambda _: 0,
+) -> Exception | None:
+    """Hand whole CPU tensors, one after the other, to the rank that each is for. A collective.
+
+    When ``consume`` fails, the remaining tensors are received and dropped, so that nobody waits for this rank.
+
+    Args:
+        described: From ``describe``, in the same order on all ranks.
+        tensors: What this rank holds.
+        ranks: The ranks.
+        consume: Called on the target; the tensor is its to keep.
+        target: Rank that a tensor is for.
+
+    Returns:
+        The first error of ``consume`` on this rank; to be passed on with ``Ranks.agree``.
+    """
+    failed: Exception | None = None
+    for entry in described:
+        goal = target(entry)
+        held = tensors.get(entry.name)
+        views = {piece.box: piece.tensor for piece in held.pieces} if held else {}
+        if ranks.rank != goal:
+            for box, owner in entry.boxes:
+                if owner == ranks.rank:
+                    ranks.send(views[box].contiguous(), goal)
+            continue
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        for box, owner in entry.boxes:
+            part = whole[tuple(slice(start, start + n) for start, n in zip(*box, strict=True))]
+            part.copy_(views[box] if owner == ranks.rank else ranks.receive(part, owner))
+        if failed is None:
+            try:
+                consume(entry, whole)
+            except Exception as error:  # noqa: BLE001 - told to all ranks by the caller
+                failed = error
+    return failed

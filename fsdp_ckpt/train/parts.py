@@ -1,0 +1,230 @@
+"""Models and optimizers as parts of a checkpoint, in the three ways that Accelerate lays them out.
+
+============== ============================ ============================ ==============================
+part           SHARDED_STATE_DICT           FULL_STATE_DICT              LOCAL_STATE_DICT (FSDP1)
+============== ============================ ============================ ==============================
+model ``i``    ``pytorch_model_fsdp_i/``    ``pytorch_model_fsdp.bin``   ``pytorch_model_fsdp_rankR.bin``
+optimizer      ``optimizer_j/``             ``optimizer.bin``            ``optimizer_j/``
+============== ============================ ============================ ==============================
+
+(For ``i`` and ``j`` above 0 the files are called ``pytorch_model_fsdp_1.bin`` and so on.)
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor
+
+from fsdp_ckpt.errors import Incompatible
+from fsdp_ckpt.layouts.roles import KeyPath
+from fsdp_ckpt.run.checksum import crc32
+from fsdp_ckpt.store.syscalls import write_all
+from fsdp_ckpt.train.full import open_new, write_full
+from fsdp_ckpt.train.live import LiveTensor, dtensor_pieces, plain, takes_turn
+from fsdp_ckpt.train.modules import LiveModel
+from fsdp_ckpt.train.objects import encode
+from fsdp_ckpt.train.optimizers import Slots, collect_optimizer
+from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.shards import ShardWriter, assemble
+
+__all__ = ["PartState", "model_part", "optimizer_part", "part_of_mapping", "write_part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartState:
+    """A model or optimizer that is to be written.
+
+    Attributes:
+        name: ``pytorch_model_fsdp_0``, ``optimizer_0``.
+        head: Key that everything stands under in a sharded part: ``model``, ``optimizer``.
+        style: How it is written.
+        tensors: By place in the state dict, without the head.
+        values: Everything else.
+        model: The model, for LOCAL_STATE_DICT.
+    """
+
+    name: str
+    head: str
+    style: str
+    tensors: Mapping[KeyPath, LiveTensor] = field(default_factory=dict)
+    values: Mapping[KeyPath, Any] = field(default_factory=dict)
+    model: LiveModel | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it becomes a folder of shards; optimizers have no local form."""
+        return self.style == "SHARDED_STATE_DICT" or (self.style == "LOCAL_STATE_DICT" and self.head == "optimizer")
+
+    @property
+    def full_file(self) -> str:
+        """Name of the file of FULL_STATE_DICT; number 0 is left out."""
+        return f"{self.name.removesuffix('_0')}.bin"
+
+
+def model_part(number: int, live: LiveModel, style: str) -> PartState:
+    """Return a model as a part.
+
+    Raises:
+        Incompatible: LOCAL_STATE_DICT of something that FSDP1 does not wrap.
+    """
+    if style == "LOCAL_STATE_DICT" and live.kind != "FSDP1":
+        raise Incompatible(
+            f"LOCAL_STATE_DICT is a form of FSDP1; this model is {live.kind}", hint="use SHARDED_STATE_DICT"
+        )
+    return PartState(
+        name=f"pytorch_model_fsdp_{number}",
+        head="model",
+        style=style,
+        tensors={(name,): tensor for name, tensor in live.tensors.items()},
+        values={(name,): value for name, (_, value) in live.extra.items()},
+        model=live,
+    )
+
+
+def optimizer_part(
+    number: int, optimizer: torch.optim.Optimizer, slots: Slots, style: str, *, is_first: bool
+) -> PartState:
+    """Return an optimizer as a part.
+
+    Raises:
+        As ``optimizers.collect_optimizer``.
+    """
+    live = collect_optimizer(optimizer, slots, is_first=is_first)
+    return PartState(
+        name=f"optimizer_{number}", head="optimizer", style=style, tensors=live.tensors, values=live.values
+    )
+
+
+def part_of_mapping(part: PartState, state: Mapping[str, Any], ranks: Ranks) -> PartState:
+    """Return a part with the state that a hook gave for it."""
+    tensors: dict[KeyPath, LiveTensor] = {}
+    values: dict[KeyPath, Any] = {}
+    for place, value in _leaves(state, ()):
+        name = ".".join(map(str, place))
+        if isinstance(value, DTensor):
+            pieces, copy, copies = dtensor_pieces(value, name)
+            turn = takes_turn(name, copy, copies)
+            tensors[place] = LiveTensor(
+                name=name, shape=tuple(value.shape), dtype=value.dtype, pieces=pieces, writes=turn
+            )
+        elif isinstance(value, Tensor):
+            tensors[place] = plain(name, value, ranks)
+        else:
+            values[place] = value
+    style = "SHARDED_STATE_DICT" if part.style == "LOCAL_STATE_DICT" else part.style
+    return replace(part, style=style, tensors=tensors, values=values)
+
+
+def _leaves(value: Any, place: KeyPath) -> list[tuple[KeyPath, Any]]:
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, item in value.items() for leaf in _leaves(item, (*place, key))]
+    if isinstance(value, list) and any(isinstance(item, dict | Tensor) for item in value):
+        return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*place, index))]
+    return [(place, value)]
+
+
+def write_part(
+    part: PartState, place: Path, ranks: Ranks, save_id: str, *, durable: bool, doing: str
+) -> dict[str, tuple[int, str]]:
+    """Write a part. A collective.
+
+    Returns:
+        On the first rank, size and CRC-32 (hexadecimal) of its files by path; nothing on others.
+    """
+    if part.style == "FULL_STATE_DICT":
+        found = write_full(place / part.full_file, part.tensors, part.values, ranks, durable=durable, doing=doing)
+        return {} if found is None else {part.full_file: (found[0], f"{found[1]:08x}")}
+    if part.style == "LOCAL_STATE_DICT" and part.head == "model":
+        return _write_local(part, place, ranks, durable=durable, doing=doing)
+    return _write_sharded(part, place, ranks, save_id, durable=durable, doing=doing)
+
+
+def _write_sharded(
+    part: PartState, place: Path, ranks: Ranks, save_id: str, *, durable: bool, doing: str
+) -> dict[str, tuple[int, str]]:
+    writer = ShardWriter(place / part.name, ranks.rank, durable=durable)
+    with ranks.together(doing):
+        try:
+            for path, tensor in part.tensors.items():
+                writer.add_tensor((part.head, *path), tensor)
+            for path, value in part.values.items():
+                writer.add_object((part.head, *path), encode(value, ".".join(map(str, path))))
+            share = writer.close()
+        finally:
+            writer.abort()
+    shares = ranks.gather_first(share, doing)
+
+    def finish() -> tuple[int, str]:
+        assert shares is not None
+        data = assemble(shares, save_id=save_id)
+        fd = open_new(place / part.name / ".metadata")
+        try:
+            write_all(fd, data, 0)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        return len(data), f"{crc32(data, 0):08x}"
+
+    found = ranks.from_first(finish, doing)
+    if shares is None:
+        return {}
+    files = {f"{part.name}/{one.file}": (one.size, f"{one.crc32:08x}") for one in shares if one.file is not None}
+    return files | {f"{part.name}/.metadata": found}
+
+
+def _write_local(
+    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
+) -> dict[str, tuple[int, str]]:
+    """Write FSDP1's flat parameters as torch hands them out, one file per rank, as Accelerate does."""
+    assert part.model is not None
+    module: Any = part.model.module
+    name = f"{part.name.removesuffix('_0')}_rank{ranks.rank}.bin"
+    with ranks.together(doing), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # ShardedTensor is what this form consists of
+        with FullyShardedDataParallel.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
+            state = module.state_dict()
+        out: Any = _HashingFile(place / name)
+        try:
+            torch.save(state, out)
+            found = out.finish(durable=durable)
+        finally:
+            out.close()
+    gathered = ranks.gather_first({name: found}, doing)
+    return {} if gathered is None else {file: entry for files in gathered for file, entry in files.items()}
+
+
+class _HashingFile:
+    """A file that counts and checksums what torch.save streams into it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.fdopen(open_new(path), "wb")
+        self._size = 0
+        self._crc = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._crc = crc32(view, self._crc)
+        self._size += len(view)
+        return self._file.write(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self, *, durable: bool) -> tuple[int, str]:
+        self._file.flush()
+        if durable:
+            os.fsync(self._file.fileno())
+        return self._size, f"{self._crc:08x}"
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,196 @@
+"""What the ranks of a job tell each other while they save or load: statuses, small values, and tensors one by one.
+
+Every rank learns of every failure. Nothing here waits for a rank that has failed: a rank which cannot go on still
+takes part in the next exchange, and says so.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdp_ckpt import errors
+from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch
+
+__all__ = ["Failure", "Ranks"]
+
+T = TypeVar("T")
+Failure = dict[str, Any]
+"""An error as it travels between ranks: class name, message, hint, and lists of names."""
+
+_SHOWN = 4
+
+
+class Ranks:
+    """The processes that save or load together.
+
+    Args:
+        group: Their process group; None for all, or for this process alone when torch.distributed is not set up.
+
+    Attributes:
+        rank: This process's number, from 0.
+        size: Number of processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if together else 0
+        self.size = dist.get_world_size(group) if together else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides and publishes."""
+        return self.rank == 0
+
+    def agree(self, error: BaseException | None, doing: str) -> None:
+        """Raise on every rank when any of them has an error.
+
+        Args:
+            error: This rank's error, None when all is well.
+            doing: What was being done, for messages (``saving run/step-10``).
+
+        Raises:
+            FsdpCkptError: The same class and message on all ranks; the ranks are named when not all of them failed.
+        """
+        mine = None if error is None else _pack(error)
+        found = self.gather_all(mine, doing)
+        failed = {rank: failure for rank, failure in enumerate(found) if failure is not None}
+        if failed:
+            raise _unpack(failed, self.size, doing) from error
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Run a block on every rank; when it fails on one, raise on all of them at its end."""
+        error: BaseException | None = None
+        try:
+            yield
+        except (Exception, CheckpointException) as caught:  # noqa: BLE001 - raised by agree
+            error = caught
+        self.agree(error, doing)
+
+    def gather_all(self, value: T, doing: str) -> list[T]:
+        """Return the values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self._talking(doing):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def gather_first(self, value: T, doing: str) -> list[T] | None:
+        """Return the values of all ranks on the first one, None on the others."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.is_first else None
+        with self._talking(doing):
+            dist.gather_object(value, found, dst=self.global_rank(0), group=self.group)
+        return found
+
+    def from_first(self, make: Callable[[], T], doing: str) -> T:
+        """Let the first rank work something out; return it on all ranks, or raise its error on all of them."""
+        result: list[Any] = [None, None]
+        caught: BaseException | None = None
+        if self.is_first:
+            try:
+                result[0] = make()
+            except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised below
+                caught = error
+                result[1] = _pack(error)
+        if self.size > 1:
+            with self._talking(doing):
+                dist.broadcast_object_list(result, src=self.global_rank(0), group=self.group)
+        if result[1] is not None:
+            raise _unpack(dict.fromkeys(range(self.size), result[1]), self.size, doing) from caught
+        value: T = result[0]
+        return value
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor's elements to a rank of the group, which must be receiving one of this shape and dtype."""
+        raw = tensor.detach().to(self._device(tensor)).contiguous().reshape(-1).view(torch.uint8)
+        with self._talking("sending a tensor"):
+            dist.send(raw, self.global_rank(rank), group=self.group)
+
+    def receive(self, like: torch.Tensor, rank: int) -> torch.Tensor:
+        """Receive a tensor of the shape and dtype of ``like`` from a rank of the group."""
+        num_bytes = like.numel() * like.dtype.itemsize
+        raw = torch.empty(num_bytes, dtype=torch.uint8, device=self._device(like))
+        with self._talking("receiving a tensor"):
+            dist.recv(raw, self.global_rank(rank), group=self.group)
+        return raw.view(like.dtype).reshape(like.shape)
+
+    def global_rank(self, rank: int) -> int:
+        """Return a rank's number among all processes of the job."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        """Return a device whose tensors the group can carry: the tensor's own where there is a backend for it."""
+        group = self.group or dist.distributed_c10d._get_default_group()
+        kinds = {device.type for device in group._device_types}
+        if tensor.device.type in kinds:
+            return tensor.device
+        kind = next(iter(kinds - {"cpu"}), "cpu")
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+    @contextmanager
+    def _talking(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # also dist.DistError: a peer closed its connection, or time ran out
+            raise RankFailed(
+                f"{doing}: rank {self.rank} lost touch with the other ranks: {_first_line(error)}",
+                hint="a rank died or hangs: look for the first error in the logs of all ranks",
+            ) from error
+
+
+def _pack(error: BaseException) -> Failure:
+    if isinstance(error, FsdpCkptError):
+        packed: Failure = {"class": type(error).__name__, "message": error.message, "hint": error.hint}
+        if isinstance(error, StateMismatch):
+            packed |= {name: getattr(error, name) for name in ("missing", "unexpected", "mismatched")}
+        return packed
+    kind = "RankFailed"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        kind = NotEnoughSpace.__name__
+    return {"class": kind, "message": f"{type(error).__name__}: {_first_line(error)}", "hint": None}
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _unpack(failed: dict[int, Failure], size: int, doing: str) -> FsdpCkptError:
+    first = next(iter(failed.values()))
+    everywhere = len(failed) == size and all(failure == first for failure in failed.values())
+    text = first["message"] if everywhere else f"{doing} failed: {_list(failed)}"
+    cls = getattr(errors, first["class"], RankFailed)
+    if cls is StateMismatch:
+        lists: dict[str, Sequence[str]] = {name: first[name] for name in ("missing", "unexpected", "mismatched")}
+        return StateMismatch(text, hint=first["hint"], **lists)
+    if not issubclass(cls, FsdpCkptError) or cls.__init__ is not FsdpCkptError.__init__:
+        cls = errors.CorruptCheckpoint if issubclass(cls, errors.CorruptCheckpoint) else RankFailed
+    found: FsdpCkptError = cls(text, hint=first["hint"])
+    return found
+
+
+def _list(failed: dict[int, Failure]) -> str:
+    """Name the ranks, those with one message together."""
+    by_message: dict[str, list[int]] = {}
+    for rank, failure in failed.items():
+        by_message.setdefault(failure["message"], []).append(rank)
+    rows = []
+    for message, ranks in list(by_message.items())[:_SHOWN]:
+        shown = ", ".join(map(str, ranks[:_SHOWN])) + (
+            f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+        )
+        rows.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}: {message}")
+    if len(by_message) > _SHOWN:
+        rows.append(f"and {len(by_message) - _SHOWN} other messages")
+    return "; ".join(rows)

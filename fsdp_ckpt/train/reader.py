@@ -1,0 +1,139 @@
+"""Move bytes from a checkpoint's files into live tensors, and read its objects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from torch import Tensor
+
+from fsdp_ckpt.catalog import Checkpoint, Encoding, ObjectEntry, TensorEntry
+from fsdp_ckpt.errors import Incompatible
+from fsdp_ckpt.plan.boxes import Box, bands, intersect
+from fsdp_ckpt.run.gather import Gatherer, storage_dtype, verify_boxes
+from fsdp_ckpt.run.sources import Located, Sources
+from fsdp_ckpt.train.live import Piece, dtype_of
+from fsdp_ckpt.train.memory import STAGE_BYTES, bits_of, is_plain_memory, tensor_of_bits
+from fsdp_ckpt.train.objects import decode, plain_value
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Reads one checkpoint; use as a context manager.
+
+    Args:
+        checkpoint: Its catalog.
+
+    Attributes:
+        read_bytes: Bytes brought into live tensors so far.
+        verified_bytes: Bytes whose recorded checksum was compared.
+        unverified_bytes: Bytes of records that have none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._sources = Sources(checkpoint.root)
+        self._located: dict[int, list[Located]] = {}
+        self.read_bytes = 0
+        self.verified_bytes = 0
+        self.unverified_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._sources.__exit__(kind, error, traceback)
+
+    def check(self, entry: TensorEntry, boxes: Sequence[Box], *, verify: bool) -> None:
+        """Find all records that boxes of a tensor need, and compare their checksums.
+
+        Raises:
+            MalformedFile: A record is broken, or not what the metadata say.
+            ChecksumMismatch: Its bytes are not those that were written.
+        """
+        located = self._locate(entry, boxes)
+        if verify:
+            verified, unverified = verify_boxes(entry.key, entry.dtype, located, boxes)
+            self.verified_bytes += verified
+            self.unverified_bytes += unverified
+
+    def fill(self, entry: TensorEntry, pieces: Iterable[Piece]) -> None:
+        """Read boxes of a tensor into memory, converting to the memory's dtype.
+
+        What lies beyond the saved tensor (a piece of one that has grown) is left as it is.
+
+        Raises:
+            MalformedFile: A file or record is too short.
+        """
+        wanted = [
+            (piece, inner)
+            for piece in pieces
+            if math.prod(piece.lengths) and (inner := intersect(piece.box, _whole(entry))) is not None
+        ]
+        located = self._locate(entry, [inner for _, inner in wanted])
+        gatherer = Gatherer(entry.key, entry.dtype, entry.shape, located, verify="off")
+        for piece, inner in wanted:
+            self._fill_box(entry, gatherer, _part(piece, inner), inner)
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        """Return a whole small tensor, checked, in its own dtype."""
+        box = _whole(entry)
+        located = self._locate(entry, [box])
+        bits = np.empty(entry.shape, dtype=storage_dtype(entry.dtype))
+        gatherer = Gatherer(entry.key, entry.dtype, entry.shape, located, verify="full")
+        gatherer.read(box, bits)
+        gatherer.finish()
+        return tensor_of_bits(bits, entry.dtype)
+
+    def value(self, entry: ObjectEntry) -> Any:
+        """Return the value of an object, by the allow-list of ``objects.decode``.
+
+        Raises:
+            UnsafePickle: It asks for something else.
+        """
+        where = f"{entry.file} (`{entry.key}`)"
+        if entry.decoded:
+            return plain_value(entry.value, where)
+        if entry.encoding is Encoding.ZSTD_TORCH_ZIP:
+            raise Incompatible(f"{where}: a compressed object", hint="save the checkpoint without compression")
+        return decode(self._sources.store.reader(entry.file)(entry.start, entry.stop - entry.start), where)
+
+    def _fill_box(self, entry: TensorEntry, gatherer: Gatherer, target: Tensor, box: Box) -> None:
+        self.read_bytes += math.prod(box[1]) * entry.dtype.itemsize
+        if is_plain_memory(target) and dtype_of(target.dtype, entry.key) == entry.dtype:
+            gatherer.read(box, bits_of(target, entry.dtype))
+            return
+        stage = np.empty(min(STAGE_BYTES, math.prod(box[1]) * entry.dtype.itemsize), dtype=np.uint8)
+        bits = storage_dtype(entry.dtype)
+        for offsets, lengths in bands(box[1], entry.dtype.itemsize, STAGE_BYTES):
+            part = stage[: math.prod(lengths) * entry.dtype.itemsize].view(bits).reshape(lengths)
+            gatherer.read((tuple(a + b for a, b in zip(offsets, box[0], strict=True)), lengths), part)
+            inner = tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
+            target[inner].copy_(tensor_of_bits(part, entry.dtype))
+
+    def _locate(self, entry: TensorEntry, boxes: Sequence[Box]) -> list[Located]:
+        """Return the records that boxes need; a second call for the same entry is answered from memory."""
+        known = self._located.get(id(entry))
+        if known is None:
+            needed = [
+                chunk
+                for chunk in entry.chunks
+                if any(intersect((chunk.offsets, chunk.lengths), box) is not None for box in boxes)
+            ]
+            known = self._located[id(entry)] = [self._sources.resolve(entry, chunk) for chunk in needed]
+        return known
+
+
+def _whole(entry: TensorEntry) -> Box:
+    return (0,) * len(entry.shape), entry.shape
+
+
+def _part(piece: Piece, inner: Box) -> Tensor:
+    """Return the view of a piece that holds a box within it."""
+    index = tuple(slice(a - b, a - b + n) for a, b, n in zip(inner[0], piece.offsets, inner[1], strict=True))
+    return piece.tensor[index]

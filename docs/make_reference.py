@@ -35,7 +35,7 @@ def render() -> str:
     for name in errors.__all__:
         kind = getattr(errors, name)
         if kind.__bases__[0] is errors.FsdpCkptError:
-            codes[kind.exit_code] = (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
+            codes.setdefault(kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip("."))
     pages += [f"| {code} | {meaning} |" for code, meaning in sorted(codes.items())]
     pages.append(
         "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
@@ -50,6 +51,41 @@ def test_readme_python_runs(folder: Path) -> None:
         )
         assert "(2, 4)" in done.stdout
     assert (folder / "merged/model.safetensors").is_file()
+
+
+PROGRAMS = blocks(ROOT / "docs/training.md", "python")
+"""Complete programs; each ends by printing a line that begins with "began at step"."""
+
+
+ABORTED_AT_EXIT = "terminate called without an active exception"
+"""Now and then torch 2.13 dies of this when the interpreter of a gloo rank ends, also without any of our code."""
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_training_programs_run(number: int, tmp_path: Path) -> None:
+    """On two ranks where they set up torch.distributed, else on one."""
+    program, path = PROGRAMS[number], tmp_path / "train.py"
+    path.write_text(program)
+    ranks = 2 if "init_process_group" in program else 1
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    for first in (1, 21) if "Checkpointer(" in program else (None,):
+        done = subprocess.run(
+            [sys.executable, *arguments, path],
+            check=False,
+            timeout=120,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert done.returncode == 0 or ABORTED_AT_EXIT in done.stderr, done.stderr[:4000]
+        assert re.findall("^began at step", done.stdout, re.MULTILINE) == ["began at step"], done.stdout + done.stderr
+        assert first is None or f"began at step {first}," in done.stdout
+
+
+def test_all_training_programs_were_found() -> None:
+    assert len(PROGRAMS) == 6
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ The opcodes are those of torch 2.13's own files, with two differences. The globa
 to are put into the memo before the first record, so that all records look alike and ``dcp_bulk`` takes them in one
 run. And the whole pickle is one frame, which readers of remote files fetch in one piece.
 
-torch 2.4 and newer can open the result; 2.3 lacks the StorageMeta class.
+torch 2.3 and newer can open the result; with a save id, 2.4 and newer, as 2.3 lacks the class that holds it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _BUILD = b"ub"
 _FALSE = b"\x89"
 
 
-def write_metadata(metadata: DcpMetadata, *, save_id: str) -> bytes:
+def write_metadata(metadata: DcpMetadata, *, save_id: str | None = None) -> bytes:
     """Return the bytes of a ``.metadata`` file.
 
     ``read_metadata`` of the result gives an equal ``metadata``, but for ``writer``, which becomes "torch 2.9-2.14".
 
     Args:
         metadata: What to write; tensors come before objects.
-        save_id: What tells this save from others, torch uses a UUID.
+        save_id: What tells this save from others, torch uses a UUID; None to leave it out.
 
     Raises:
         ValueError: The place of something that is neither a chunk of a tensor nor an object.
@@ -79,7 +79,6 @@ class _Writer:
         self._chunk = self._global(metadata, "ChunkStorageMetadata")
         self._object = self._global(metadata, "BytesStorageMetadata")
         self._index = self._global(metadata, "MetadataIndex")
-        self._storage_meta = self._global(metadata, "StorageMeta")
         self._info = self._global(f"{_DCP}.filesystem", "_StorageInfo")
         self._size = self._global("torch", "Size")
         self._strided = self._keep(b"ctorch.serialization\n_get_layout\n" + _text("torch.strided") + b"\x85R")
@@ -136,15 +135,18 @@ class _Writer:
             add(_int(num_bytes) + (_transforms(info) if transforms else b"") + _BUILD)
         self.parts.append(b"u")
 
-    def end(self, save_id: str) -> None:
+    def end(self, save_id: str | None) -> None:
         """Write the rest. Fields that torch does not know yet (modules before 2.7, version before 2.9) do no harm.
 
         Unpickling sets them in the object's ``__dict__``, whatever its class declares; so it is with a storage info's
         ``transform_descriptors`` before 2.7. ``checkpoint_id`` stays None: torch's is a path, whose class has another
         module from Python 3.13 on.
         """
+        if save_id is None:
+            self.parts.append(_text("storage_meta") + b"N" + _text("version") + _text(_VERSION) + _BUILD + b".")
+            return
         fields = _text("checkpoint_id") + b"N" + _text("save_id") + _text(save_id) + _text("load_id") + b"N"
-        meta = self._storage_meta + _NEW_UNNAMED + fields + _text("modules") + b"]" + _BUILD
+        meta = b"c%s.metadata\nStorageMeta\n" % _DCP.encode() + _NEW_UNNAMED + fields + _text("modules") + b"]" + _BUILD
         self.parts.append(_text("storage_meta") + meta + _text("version") + _text(_VERSION) + _BUILD + b".")
 
     def _tensor_item(self, tensor: DcpTensor) -> dict[Shape | None, bytes]:

@@ -85,7 +85,7 @@ def read_composite(folder: Folder) -> Checkpoint:
         title=title,
         parts=sorted(parts, key=lambda part: order.index(part.role)),
         step=_first(step, manifest.step if manifest else None, step_of(folder)),
-        world_size=manifest.world_size if manifest else max(sizes, default=None) or (len(rng_files) or None),
+        world_size=manifest.world_size if manifest else max([*sizes, len(rng_files)]) or None,
         facts=facts,
         side_files=[
             folder.prefix + name for name in folder.files if SIDE_FILES.fullmatch(name) or name == "trainer_state.json"

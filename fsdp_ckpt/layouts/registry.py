@@ -194,7 +194,12 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
             f"`{text}` holds no complete checkpoint: {', '.join(passed)}",
             hint=f"fsdp-ckpt inspect {shlex.quote(str(folder.path / first))}",
         )
-    names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files][:8]) or "nothing"
+    dangling = [
+        f"{link.name} (a link to `{os.readlink(link)}`, which does not exist)"
+        for link in sorted(folder.path.iterdir())
+        if link.is_symlink() and not link.exists()
+    ]
+    names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files, *dangling][:8]) or "nothing"
     raise UnknownLayout(
         f"`{text}` is not a checkpoint of a known layout; it holds: {names}",
         hint="pass the folder that holds .metadata, *.distcp, *.safetensors or *.bin files",

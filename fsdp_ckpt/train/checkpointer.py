@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UsageError
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
+from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks
 from fsdp_ckpt.train.load import LoadReport, load_state
 from fsdp_ckpt.train.ranks import Ranks
@@ -46,7 +47,7 @@ class Checkpointer:
         process_group: As for ``save_state``.
 
     Raises:
-        UsageError: ``keep`` below 1.
+        UsageError: ``keep`` below 1, or a folder that is not local.
 
     Example:
         >>> with Checkpointer("run", model, optimizer, scheduler, keep=3) as checkpointer:  # doctest: +SKIP
@@ -75,7 +76,7 @@ class Checkpointer:
     ) -> None:
         if keep is not None and keep < 1:
             raise UsageError(f"keep={keep}: at least one checkpoint has to stay")
-        self.folder = Path(os.fspath(folder).removeprefix("file://"))
+        self.folder = local_path(folder)
         self.keep = keep
         self._state: dict[str, Any] = {
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader, "scaler": scaler,

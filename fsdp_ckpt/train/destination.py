@@ -1,16 +1,17 @@
-"""What save_state may replace: a checkpoint, and never anything else."""
+"""Where one may save: to local paths, over a checkpoint, and never over anything else."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from fsdp_ckpt.errors import DestinationExists
+from fsdp_ckpt.errors import DestinationExists, UsageError
 from fsdp_ckpt.layouts.composite import looks_composite
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.store.publish import is_staging
 
-__all__ = ["check_replaceable"]
+__all__ = ["check_replaceable", "local_path"]
 
 
 _STEMS = (
@@ -18,6 +19,18 @@ _STEMS = (
     "custom_checkpoint_",
 )  # fmt: skip
 """What the names of parts begin with, see accelerate/utils/constants.py."""
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path, without ``file://``.
+
+    Raises:
+        UsageError: It is a URL; pathlib would make a local folder called ``gs:`` of it.
+    """
+    text = os.fspath(path).removeprefix("file://")
+    if "://" in text:
+        raise UsageError(f"`{text}` is no local path", hint="save to a local or mounted folder")
+    return Path(text)
 
 
 def check_replaceable(destination: Path, *, overwrite: bool) -> None:

@@ -18,6 +18,7 @@ from fsdp_ckpt.errors import DestinationExists
 from fsdp_ckpt.plan.merge import OutputFile, OutputTensor, split_files
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 from fsdp_ckpt.store.syscalls import write_all
+from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.full import open_new, write_tensor
 from fsdp_ckpt.train.gather import Described, describe, gather_tensors
 from fsdp_ckpt.train.live import dtype_of
@@ -118,13 +119,14 @@ def save_model(
     ranks = Ranks(process_group)
     doing = f"saving the model to {out}"
     with ranks.together(doing):
+        target = local_path(out)
         live = collect_model(model, ranks)
         limit = parse_size(max_shard_size)
     described = describe(live.tensors, ranks, doing)
     staging: list[Staging] = []
 
     def begin() -> str:
-        destination = resolve_destination(Path(out))
+        destination = resolve_destination(target)
         if destination.exists() and not overwrite and (not destination.is_dir() or any(destination.iterdir())):
             raise DestinationExists(f"`{destination}` is not empty", hint="pass overwrite=True, or another folder")
         staging.append(Staging(destination, os.urandom(8).hex(), overwrite=overwrite))
@@ -149,7 +151,7 @@ def save_model(
             one.discard()
         raise
     return ModelReport(
-        destination=str(resolve_destination(Path(out))),
+        destination=str(resolve_destination(target)),
         files={file.name: job.sizes[file.name] for file in job.files},
         num_tensors=len(described),
         tied={alias: entry.name for entry in described for alias in entry.aliases},

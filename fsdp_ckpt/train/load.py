@@ -143,7 +143,8 @@ def load_state(
         rng: Restore each rank's random states; None to do so when an optimizer is loaded.
         strict: Refuse names that only one side has. Off: they are in the report.
         include: Globs; load only these names of the model.
-        exclude: Globs; leave these names of the model alone.
+        exclude: Globs; leave these names of the model alone. With ``["*"]`` the checkpoint need not hold a model: what
+            is loaded is the optimizer alone, and the model says what its parameters are called.
         resize: ``"grow"`` to load into tensors that have become larger (rows that are new stay as they are),
             ``"truncate"`` into smaller ones as well. Optimizer state follows.
         positions: ``"exact"`` to refuse data loader positions of another number of ranks, ``"fresh"`` to leave the
@@ -238,7 +239,8 @@ class _Job:
         self._optimizers: dict[str, OptimizerPlan] = {}
         self.used: dict[str, str] = {}
         manifest = source.manifest
-        model_parts = source.match(Role.MODEL, manifest.models if manifest else None, live, "model") if live else {}
+        wanted = {} if "*" in options.exclude else live  # models may be given for the names of their parameters alone
+        model_parts = source.match(Role.MODEL, manifest.models if manifest else None, wanted, "model") if wanted else {}
         optimizer_parts = (
             source.match(Role.OPTIMIZER, manifest.optimizers if manifest else None, subjects.optimizers, "optimizer")
             if subjects.optimizers
@@ -303,6 +305,11 @@ class _Job:
     def _is_optimizer(self, part: str) -> bool:
         return any(known.name == part for known in self._source.parts(Role.OPTIMIZER))
 
+    def _is_used(self, part: Part) -> bool:
+        if part.role is Role.RNG:
+            return self._options.rng
+        return part.name in self.used or (part.role is Role.DATALOADER and "dl_states" in self.used)
+
     def apply(self, event: LoadEvent) -> None:
         """Load. Random states come last, as nothing may draw from them after that."""
         for part, name in self.used.items():
@@ -352,8 +359,7 @@ class _Job:
         if unused:
             warnings.append(f"saved optimizer state without a parameter here: {', '.join(unused)}")
         warnings += [text for plan in self._optimizers.values() for text in plan.kept_options]
-        used = tuple(self.used)
-        left = [part.name for part in source.checkpoint.parts if not part.name.startswith(used)]
+        left = [part.name for part in source.checkpoint.parts if not self._is_used(part)]
         return LoadReport(
             path=str(source.checkpoint.root),
             step=source.step,

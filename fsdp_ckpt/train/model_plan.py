@@ -206,7 +206,7 @@ def _plan_flat(live: LiveModel, part: Part) -> ModelPlan:
     managed: set[str] = set()
     for unit in live.units:
         tensor = unit.flat_tensor()
-        managed |= {named.name for named in unit.tensors()}
+        managed |= {name for named in unit.tensors() for name in (named.name, *named.aliases)}
         entry = saved.pop(tensor.name, None)
         if entry is None:
             plan.fit.missing.append(tensor.name)
@@ -220,6 +220,8 @@ def _plan_flat(live: LiveModel, part: Part) -> ModelPlan:
             None,
         ):
             plan.fills.append((entry, tensor.pieces))
+    for name in managed:
+        saved.pop(name, None)  # with use_orig_params torch adds each rank's slices of what the flat parameters hold
     for name, other in live.tensors.items():
         if name not in managed:
             _fit_plain(plan, saved.pop(name, None), other)

@@ -178,7 +178,8 @@ def plan_optimizer(
     for row in rows:
         for slot in row:
             planned = _plan_slot(plan, slot, saved, dtypes, resize)
-            if not planned and (known is None or known >= set(slot.names)):
+            is_held_elsewhere = not slot.spans and any(saved.state.get(name) for name in slot.names)
+            if not planned and not is_held_elsewhere and (known is None or known >= set(slot.names)):
                 plan.cleared.append(slot.param)
     plan.unused = [name for name in saved.state if name not in live]
     return plan

@@ -132,9 +132,7 @@ def _leaves(value: Any, place: KeyPath) -> list[tuple[KeyPath, Any]]:
     return [(place, value)]
 
 
-def write_part(
-    part: PartState, place: Path, ranks: Ranks, save_id: str, *, durable: bool, doing: str
-) -> dict[str, tuple[int, str]]:
+def write_part(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, tuple[int, str]]:
     """Write a part. A collective.
 
     Returns:
@@ -145,11 +143,11 @@ def write_part(
         return {} if found is None else {part.full_file: (found[0], f"{found[1]:08x}")}
     if part.style == "LOCAL_STATE_DICT" and part.head == "model":
         return _write_local(part, place, ranks, durable=durable, doing=doing)
-    return _write_sharded(part, place, ranks, save_id, durable=durable, doing=doing)
+    return _write_sharded(part, place, ranks, durable=durable, doing=doing)
 
 
 def _write_sharded(
-    part: PartState, place: Path, ranks: Ranks, save_id: str, *, durable: bool, doing: str
+    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
 ) -> dict[str, tuple[int, str]]:
     writer = ShardWriter(place / part.name, ranks.rank, durable=durable)
     with ranks.together(doing):
@@ -165,7 +163,7 @@ def _write_sharded(
 
     def finish() -> tuple[int, str]:
         assert shares is not None
-        data = assemble(shares, save_id=save_id)
+        data = assemble(shares)
         fd = open_new(place / part.name / ".metadata")
         try:
             write_all(fd, data, 0)

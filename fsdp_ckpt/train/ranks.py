@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_ckpt import errors
-from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch
+from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch, UnsafePickle
 
 __all__ = ["Failure", "Ranks"]
 
@@ -154,6 +154,8 @@ def _pack(error: BaseException) -> Failure:
         packed: Failure = {"class": type(error).__name__, "message": error.message, "hint": error.hint}
         if isinstance(error, StateMismatch):
             packed |= {name: getattr(error, name) for name in ("missing", "unexpected", "mismatched")}
+        if isinstance(error, UnsafePickle):
+            packed |= {"name": error.name, "where": error.where}
         return packed
     kind = "RankFailed"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -174,6 +176,10 @@ def _unpack(failed: dict[int, Failure], size: int, doing: str) -> FsdpCkptError:
     if cls is StateMismatch:
         lists: dict[str, Sequence[str]] = {name: first[name] for name in ("missing", "unexpected", "mismatched")}
         return StateMismatch(text, hint=first["hint"], **lists)
+    if cls is UnsafePickle:
+        unsafe = UnsafePickle(first["name"], where=first["where"], hint=first["hint"])
+        unsafe.message, unsafe.args = text, (text,)
+        return unsafe
     if not issubclass(cls, FsdpCkptError) or cls.__init__ is not FsdpCkptError.__init__:
         cls = errors.CorruptCheckpoint if issubclass(cls, errors.CorruptCheckpoint) else RankFailed
     found: FsdpCkptError = cls(text, hint=first["hint"])

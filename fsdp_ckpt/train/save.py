@@ -18,7 +18,7 @@ from fsdp_ckpt.layouts.manifest import MANIFEST, write_manifest
 from fsdp_ckpt.run.checksum import crc32
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 from fsdp_ckpt.store.syscalls import fsync_folder, write_all
-from fsdp_ckpt.train.destination import check_replaceable
+from fsdp_ckpt.train.destination import check_replaceable, local_path
 from fsdp_ckpt.train.full import open_new
 from fsdp_ckpt.train.hooks import Hooks, SaveEvent
 from fsdp_ckpt.train.modules import collect_model, settle
@@ -123,8 +123,7 @@ def save_state(
     with ranks.together(doing):
         if state_dict_type not in _TYPES:
             raise UsageError(f"state_dict_type {state_dict_type!r} is none of {', '.join(_TYPES)}")
-        if "://" in target:
-            raise UsageError(f"`{target}` is no local path", hint="save to a local or mounted folder")
+        local_path(target)
         subjects = Subjects.of(
             model=model, optimizer=optimizer, scheduler=scheduler, dataloader=dataloader, objects=objects, scaler=scaler
         )
@@ -192,7 +191,7 @@ def _write(job: SaveJob, place: Path, ranks: Ranks, *, durable: bool, doing: str
             )
     files: _Files = {}
     for part in job.parts:
-        files |= write_part(part, place, ranks, job.save_id, durable=durable, doing=doing)
+        files |= write_part(part, place, ranks, durable=durable, doing=doing)
     mine: _Files = {}
     with ranks.together(doing):
         for name, data in job.own.items():

@@ -30,7 +30,7 @@ class SaveJob:
     """What is to be written.
 
     Attributes:
-        save_id: Random, the same on all ranks.
+        save_id: Random; that of the first rank counts.
         parts: Models and optimizers.
         own: Small files of this rank, by name.
         shared: Small files of the first rank, by name.

@@ -166,7 +166,7 @@ def _key(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def assemble(shares: Sequence[Share], *, save_id: str) -> bytes:
+def assemble(shares: Sequence[Share]) -> bytes:
     """Return the ``.metadata`` of a part from what all ranks wrote.
 
     Raises:
@@ -176,6 +176,7 @@ def assemble(shares: Sequence[Share], *, save_id: str) -> bytes:
     tensors: dict[str, DcpTensor] = {}
     objects: list[str] = []
     storage: dict[tuple[str, Shape | None], StorageInfo] = {}
+    boxes: dict[tuple[str, Shape], Shape] = {}
     paths: dict[str, KeyPath] = {}
     aliases: dict[str, str] = {}
     for rank, share in enumerate(shares):
@@ -193,7 +194,10 @@ def assemble(shares: Sequence[Share], *, save_id: str) -> bytes:
                 )
             for offsets, lengths, start, num_bytes in items:
                 if (key, offsets) in storage:
-                    raise CorruptCheckpoint(f"two ranks stored the box of `{key}` at {offsets}")
+                    if boxes[key, offsets] == lengths:  # copies on meshes apart: FSDP2 within tensor parallelism
+                        continue
+                    raise CorruptCheckpoint(f"two ranks stored a box of `{key}` at {offsets}, of different lengths")
+                boxes[key, offsets] = lengths
                 known.chunks.append((offsets, lengths))
                 storage[key, offsets] = (str(share.file), start, num_bytes, ())
     _check_all_there(tensors, paths, aliases, objects)
@@ -202,7 +206,7 @@ def assemble(shares: Sequence[Share], *, save_id: str) -> bytes:
         for offsets, _ in tensors[key].chunks:
             storage[alias, offsets] = storage[key, offsets]
     metadata = DcpMetadata(tensors=tensors, objects=objects, paths=paths, storage=storage, writer="fsdp-ckpt")
-    return write_metadata(metadata, save_id=save_id)
+    return write_metadata(metadata)
 
 
 def _check_all_there(

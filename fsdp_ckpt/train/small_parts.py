@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp_ckpt.catalog import Part, Role
@@ -127,7 +127,16 @@ def _object_part(source: Source, custom: Mapping[str, Part], number: int, name: 
         if member is None and name.isdecimal() and int(name) < len(members):
             member = members[int(name)]
         return custom.get(member.part) if member else None
-    return custom.get(name) or custom.get(f"custom_checkpoint_{number}")
+    return custom.get(name) or custom.get(f"custom_checkpoint_{number}") or _single_object(custom, name)
+
+
+def _single_object(custom: Mapping[str, Part], name: str) -> Part | None:
+    """Return a top-level value that was stored as one object, as torch 2.3 and older store all containers."""
+    for part in custom.values():
+        for key, entry in part.objects.items():
+            if entry.path == (name,):
+                return replace(part, name=name, objects={key: entry}, tensors={})
+    return None
 
 
 def _setter(item: Any, state: Any) -> Action:

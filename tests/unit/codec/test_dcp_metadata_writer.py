@@ -364,3 +364,15 @@ def test_the_same_as_torch_itself_saves(tmp_path: Path) -> None:
     assert math.prod(again.state_dict_metadata["model.w"].size) == 12
     assert sorted(vars(again)) == sorted(vars(wanted))
     assert vars(wanted.storage_meta) | vars(again.storage_meta) == vars(again.storage_meta)
+
+
+def test_without_a_save_id_there_is_no_class_that_torch_2_3_lacks(tmp_path: Path) -> None:
+    data = write_metadata(CASES["both"])
+    assert "StorageMeta" not in {name for _, name in globals_of(data)}
+    assert "StorageMeta" in {name for _, name in globals_of(write_metadata(CASES["both"], save_id="x"))}
+    (tmp_path / ".metadata").write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = FileSystemReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata == as_torch(CASES["both"], "x").state_dict_metadata
+    assert found.storage_meta is not None

@@ -96,6 +96,17 @@ def _plain_values(name: str, kind: Callable[..., Any], types: tuple[type, ...]) 
     return Constructor(name, call)
 
 
+def _empty_array(machine: Machine, args: tuple[Any, ...]) -> Record:
+    # NumPy begins every array as an empty one, and gives it its shape and bytes by its state.
+    if len(args) != 3 or args[1] != (0,):
+        raise machine.malformed("an array that begins with a size")
+    return Record("numpy.core.multiarray._reconstruct", args)
+
+
+def _no_array(machine: Machine, _: tuple[Any, ...]) -> Record:
+    raise machine.malformed("a call of numpy.ndarray, which would take memory for nothing")
+
+
 def _table() -> dict[str, Global]:
     table: dict[str, Global] = {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
     table |= {
@@ -125,9 +136,11 @@ def _table() -> dict[str, Global]:
         for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
             table[f"{module}.{name}"] = Constructor(f"pathlib.{name}", _path)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        table |= records(module, "_reconstruct", "scalar")
+        table |= records(module, "scalar")
+        table[f"{module}._reconstruct"] = Constructor(f"{module}._reconstruct", _empty_array)
     table |= records("numpy.core.numeric", "_frombuffer") | records("numpy._core.numeric", "_frombuffer")
-    table |= records("numpy", "ndarray", "dtype", "float64", "float32", "int64", "int32", "bool_", "uint32")
+    table["numpy.ndarray"] = Constructor("numpy.ndarray", _no_array)
+    table |= records("numpy", "dtype", "float64", "float32", "int64", "int32", "bool_", "uint32")
     table |= records("numpy.dtypes", *(f"{name}DType" for name in ("UInt32", "Int64", "Int32", "Float64", "Float32")))
     table |= records("datetime", "datetime", "date", "time", "timedelta", "timezone")
     return table

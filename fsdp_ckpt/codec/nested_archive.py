@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, ZipLayout, lay_out_records, pickle_tensor
 from fsdp_ckpt.errors import Incompatible
 
-__all__ = ["lay_out_nested"]
+__all__ = ["check_plain", "lay_out_nested"]
 
 _ALIGNMENT = 4096
 _MAX_DEPTH = 64
@@ -37,6 +37,16 @@ def lay_out_nested(value: Any, *, prefix: str) -> ZipLayout:
     contents += [(f"data/{storage}", size, None) for storage, size in sizes.items()]
     contents.append(("version", 0, b"3\n"))
     return lay_out_records(contents, prefix=prefix, alignment=_ALIGNMENT)
+
+
+def check_plain(value: Any) -> None:
+    """Make sure that a value can be stored.
+
+    Raises:
+        Incompatible: It holds something else than ``lay_out_nested`` takes.
+    """
+    for _ in _emit(value, 0):
+        pass
 
 
 def _tensors(value: Any) -> Iterator[ArchiveTensor]:

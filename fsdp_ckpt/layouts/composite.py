@@ -71,7 +71,9 @@ def read_composite(folder: Folder) -> Checkpoint:
     manifest = read_manifest(folder)
     facts = []
     if manifest is not None:
-        facts.append(("saved by", f"fsdp-ckpt, {manifest.created}"))
+        writer = f"fsdp-ckpt {manifest.versions.get('fsdp_ckpt', '')}".strip()
+        parts = [replace(part, writer=writer) if part.dialect == "dcp" else part for part in parts]
+        facts.append(("saved at", manifest.created))
         facts += [(name, f"{value}") for name, value in manifest.values.items()]
     if isinstance(trainer.get("epoch"), int | float):
         facts.append(("epoch", f"{trainer['epoch']:g}"))

@@ -20,7 +20,10 @@ from pathlib import Path
 from fsdp_ckpt.errors import DestinationExists, UsageError
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
-__all__ = ["PUBLISH_LOCK", "Staging", "current_umask", "is_at", "is_staging", "leftovers", "resolve_destination"]
+__all__ = [
+    "PUBLISH_LOCK", "Staging", "current_umask", "is_at", "is_staging", "leftovers", "remove_leftovers",
+    "resolve_destination",
+]  # fmt: skip
 
 _MARK = "fsdp-ckpt"
 _LOCK = ".fsdp-ckpt-lock"
@@ -29,6 +32,8 @@ PUBLISH_LOCK = ".fsdp-ckpt-publish"
 _LOCKS = (_LOCK, PUBLISH_LOCK)
 _LOCK_TRIES = 20
 _LOCK_WAIT_S = 0.02
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What flock says on file systems without locks: there, two writers are not kept apart."""
 _STAGING = re.compile(rf"\.(?P<owner>.*)\.{_MARK}-[0-9a-f]+(\.old)?", re.DOTALL)
 
 
@@ -130,6 +135,10 @@ class Staging:
                     return lock
             except BlockingIOError:
                 time.sleep(_LOCK_WAIT_S)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return lock
+                raise
             os.close(lock)
         raise DestinationExists(f"another process is writing to `{self.destination}`", hint="wait for it, or stop it")
 
@@ -216,7 +225,7 @@ class Staging:
             except OSError:
                 os.rename(old, self.destination)
                 raise
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # the result is in place; the next run removes what is left
 
     def _move_up(self) -> None:
         names = sorted(os.listdir(self.path), key=lambda name: name.endswith(".index.json"))
@@ -250,6 +259,13 @@ class Staging:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what dead runs left in a folder, whatever their destinations were called."""
+    for entry in sorted(folder.iterdir()):
+        if _STAGING.fullmatch(entry.name) and entry.suffix != ".old" and entry.is_dir() and not entry.is_symlink():
+            _remove_if_idle(entry)
 
 
 def current_umask() -> int:
@@ -306,7 +322,8 @@ def _remove_if_idle(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_at(lock, path / _LOCK):
             shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        pass
+    except OSError as error:
+        if not isinstance(error, BlockingIOError) and error.errno not in _NO_LOCKS:
+            raise
     finally:
         os.close(lock)

@@ -6,15 +6,17 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 
-from fsdp_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, UsageError
+from fsdp_ckpt.errors import ChecksumMismatch, IncompleteCheckpoint, MalformedFile, UnknownLayout, UsageError
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
+from fsdp_ckpt.store.publish import remove_leftovers
 from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks
 from fsdp_ckpt.train.load import LoadReport, load_state
@@ -129,6 +131,8 @@ class Checkpointer:
 
         Raises:
             IncompleteCheckpoint: There are checkpoints, but none of them can be used.
+            UnsafePickle: The newest one asks for code; that is for you to look into.
+            CheckpointNotFound: The newest one is whole, but lacks something that was asked for.
             StateMismatch: The newest one is whole, but of another model.
         """
         ranks = Ranks(self._state["process_group"])
@@ -138,14 +142,12 @@ class Checkpointer:
         for place in found:
             try:
                 report = load_state(place, strict=strict, **{**self._state, **options})
-            except (CorruptCheckpoint, CheckpointNotFound) as error:
-                if isinstance(error, CheckpointNotFound) and (Path(place) / MANIFEST).exists():
-                    raise  # whole, but without something that was asked for
+            except (IncompleteCheckpoint, ChecksumMismatch, MalformedFile, UnknownLayout) as error:
                 passed.append(f"{Path(place).name}: {error}")
                 if ranks.is_first:
                     _log.warning("passed over %s: %s", place, error)
                 continue
-            return report
+            return replace(report, warnings=[*(f"passed over {text}" for text in passed), *report.warnings])
         if passed:
             raise IncompleteCheckpoint(f"`{self.folder}` holds no checkpoint that can be used: {'; '.join(passed)}")
         return None
@@ -164,4 +166,5 @@ class Checkpointer:
         for _, path in own[self.keep :]:
             gone = path.with_name(f".{path.name}.fsdp-ckpt-{os.urandom(8).hex()}")
             os.rename(path, gone)
-            shutil.rmtree(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        remove_leftovers(self.folder)

@@ -47,7 +47,7 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
     if not destination.is_dir():
         raise DestinationExists(f"`{destination}` is a file", hint="save to a folder")
     folder = Folder(LocalStore(destination))
-    if not any(not is_staging(name) for name in (*folder.files, *folder.folders)):
+    if not _names(folder):
         return
     if not overwrite:
         raise DestinationExists(f"`{destination}` exists", hint="pass overwrite=True to replace it in one step")
@@ -61,14 +61,22 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
 
 def _stranger(folder: Folder) -> str | None:
     """Return a name in the folder that saving there would destroy for good; None when there is none."""
-    names = [name for name in (*folder.files, *folder.folders) if not is_staging(name)]
+    names = _names(folder)
     manifest = read_manifest(folder)
     if manifest is not None:
-        known = {path.partition("/")[0] for path in manifest.files} | {MANIFEST}
+        parts = {path.partition("/")[0] for path in manifest.files if "/" in path}
+        known = {*manifest.files, *parts, MANIFEST}
+        names += [f"{part}/{name}" for part in sorted(parts & folder.folders) for name in _names(folder.sub(part))]
         return next((name for name in names if name not in known), None)
     if not looks_composite(folder):
         return names[0]
     return next((name for name in names if not _is_part(name)), None)
+
+
+def _names(folder: Folder) -> list[str]:
+    """Return what is in a folder: files, folders, then links to nothing, pipes and the like."""
+    others = set(os.listdir(folder.path)) - folder.files.keys() - set(folder.folders)
+    return [name for name in (*folder.files, *folder.folders, *sorted(others)) if not is_staging(name)]
 
 
 def _is_part(name: str) -> bool:

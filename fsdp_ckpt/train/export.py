@@ -22,7 +22,7 @@ from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.full import open_new, write_tensor
 from fsdp_ckpt.train.gather import Described, describe, gather_tensors
 from fsdp_ckpt.train.live import dtype_of
-from fsdp_ckpt.train.modules import collect_model
+from fsdp_ckpt.train.modules import collect_model, refuse_meta
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.units import parse_size
 
@@ -31,7 +31,7 @@ __all__ = ["ModelReport", "get_state_dict", "save_model"]
 _PATTERN = "model{suffix}.safetensors"
 
 
-def get_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def get_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Return the whole model on the first rank's CPU, and an empty dictionary on the others.
 
     A collective: every rank has to call it. Beyond the result, the first rank holds one tensor at a time; the other
@@ -42,7 +42,7 @@ def get_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None 
         process_group: The ranks that hold the model; None for all.
 
     Returns:
-        Tensors by fully qualified name, detached, in the dtype that the shards have.
+        Tensors by fully qualified name, detached, in the dtype that the shards have; and the modules' extra state.
 
     Raises:
         RankFailed: A rank failed or died.
@@ -54,9 +54,10 @@ def get_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None 
     """
     ranks = Ranks(process_group)
     doing = "get_state_dict"
-    result: dict[str, Tensor] = {}
+    result: dict[str, Any] = {}
     with ranks.together(doing):
         live = collect_model(model, ranks)
+        refuse_meta(live, "load or initialize it first")
 
     def keep(entry: Described, tensor: Tensor) -> None:
         result[entry.name] = tensor
@@ -65,6 +66,8 @@ def get_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None 
 
     failed = gather_tensors(describe(live.tensors, ranks, doing), live.tensors, ranks, keep)
     ranks.agree(failed, doing)
+    if ranks.is_first:
+        result |= {name: value for name, (_, value) in live.extra.items()}
     return result
 
 
@@ -121,7 +124,9 @@ def save_model(
     with ranks.together(doing):
         target = local_path(out)
         live = collect_model(model, ranks)
+        refuse_meta(live, "load or initialize it first")
         limit = parse_size(max_shard_size)
+    ranks.demand_same((str(target), limit), "the folder or max_shard_size", doing)
     described = describe(live.tensors, ranks, doing)
     staging: list[Staging] = []
 
@@ -132,8 +137,8 @@ def save_model(
         staging.append(Staging(destination, os.urandom(8).hex(), overwrite=overwrite))
         return str(staging[0].path)
 
-    place = Path(ranks.from_first(begin, doing))
     try:
+        place = Path(ranks.from_first(begin, doing))
         job = _ModelJob(described, place, limit, ranks)
         with ranks.together(doing):
             job.open()

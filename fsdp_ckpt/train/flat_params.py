@@ -50,10 +50,12 @@ class FlatUnit:
     Args:
         prefix: Name of its module within the model, with a trailing dot; ``""`` for the root.
         module: The FSDP module.
+        others: Further names of the same module, likewise.
     """
 
-    def __init__(self, prefix: str, module: FullyShardedDataParallel) -> None:
+    def __init__(self, prefix: str, module: FullyShardedDataParallel, others: Sequence[str] = ()) -> None:
         self.prefix = prefix
+        self._others = others
         handle: Any = module._handle
         self._handle = handle
         self._flat: Any = handle.flat_param
@@ -82,7 +84,7 @@ class FlatUnit:
                 name=name,
                 shape=tuple(shape),
                 order=order,
-                aliases=aliases.get(name, ()),
+                aliases=[*aliases.get(name, ()), *(strip_wrappers(other + fqn) for other in self._others)],
                 in_local=info.offset_in_shard or 0,
                 start=info.intra_param_start_idx or 0,
                 numel=info.numel_in_shard if info.in_shard else 0,
@@ -106,11 +108,16 @@ class FlatUnit:
         """Yield the named parameters with what this rank holds of them."""
         local = self.local()
         for named in self._named:
+            pieces = _run(named, local[named.in_local : named.in_local + named.numel])
+            if 0 in named.shape and self._handle.rank == 0:
+                pieces = [
+                    Piece(offsets=(0,) * len(named.shape), lengths=named.shape, tensor=local[:0].view(named.shape))
+                ]
             yield LiveTensor(
                 name=named.name,
                 shape=named.shape,
                 dtype=local.dtype,
-                pieces=_run(named, local[named.in_local : named.in_local + named.numel]),
+                pieces=pieces,
                 writes=self.writes,
                 aliases=named.aliases,
             )
@@ -142,7 +149,8 @@ class FlatUnit:
     def slots(self) -> Iterator[ParamSlot]:
         """Yield what an optimizer may hold: the flat parameter, or the original ones (use_orig_params)."""
         if self._flat._params is None:
-            spans = [self._span(named, in_flat=True) for named in self._named if named.numel]
+            # Also those of which this rank has nothing: its padding gets state as well, which torch expects.
+            spans = [self._span(named, in_flat=True) for named in self._named]
             names = [named.name for named in self._named]
             yield ParamSlot(param=self._flat, spans=spans, names=names, writes=self.writes, local=self.local)
             return
@@ -156,7 +164,7 @@ class FlatUnit:
             name=named.name,
             shape=named.shape,
             cut=partial(_cut, named, length if in_flat else None),
-            is_owner=self.writes and named.start == 0,
+            is_owner=self.writes and named.start == 0 and named.numel > 0,
         )
 
     def reshard(self) -> None:
@@ -168,11 +176,11 @@ class FlatUnit:
 
 def find_units(model: nn.Module) -> list[FlatUnit]:
     """Return all flat parameters of a model, in the order of its modules."""
-    return [
-        FlatUnit(f"{strip_wrappers(name + '.')}" if name else "", module)
-        for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None
-    ]
+    prefixes: dict[FullyShardedDataParallel, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            prefixes.setdefault(module, []).append(strip_wrappers(f"{name}.") if name else "")
+    return [FlatUnit(names[0], module, names[1:]) for module, names in prefixes.items()]
 
 
 def _copy_number(module: FullyShardedDataParallel, handle: Any) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_ckpt.codec.nested_archive import lay_out_nested
+from fsdp_ckpt.codec.nested_archive import check_plain, lay_out_nested
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, ZipLayout, seal_archive
+from fsdp_ckpt.errors import Incompatible
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.run.checksum import checksum_range, crc32
 from fsdp_ckpt.store.publish import current_umask
@@ -65,6 +66,14 @@ def write_full(
     Raises:
         FsdpCkptError: On all ranks, when it fails on one.
     """
+    with ranks.together(doing):
+        for place, value in values.items():
+            check_plain(value)
+            if isinstance(value, dict) and place[:1] == ("state",):
+                raise Incompatible(
+                    f"`{'.'.join(map(str, place))}` is a dictionary, which a full state dict cannot tell from state",
+                    hint="use SHARDED_STATE_DICT",
+                )
     by_name = {_dotted(place): tensor for place, tensor in tensors.items()}
     places: dict[str, KeyPath] = {}
     known: dict[KeyPath, Any] = {}
@@ -133,25 +142,29 @@ class _Writer:
 
 
 def nest(flat: Mapping[KeyPath, Any]) -> Any:
-    """Return nested dictionaries and lists from places; integers are list indices.
+    """Return nested dictionaries and lists from places; integers are list indices. Values stay what they are.
 
     Example:
         >>> nest({("state", "w", "step"): 1.0, ("groups", 0, "lr"): 0.1, ("groups", 1, "lr"): 0.2})
         {'state': {'w': {'step': 1.0}}, 'groups': [{'lr': 0.1}, {'lr': 0.2}]}
     """
-    root: dict[Any, Any] = {}
+    root = _Node()
     for place, value in flat.items():
         node = root
         for step in place[:-1]:
-            node = node.setdefault(step, {})
+            node = node.setdefault(step, _Node())
         node[place[-1]] = value
-    return _listed(root)
+    return _plain(root)
 
 
-def _listed(node: Any) -> Any:
-    if not isinstance(node, dict):
+class _Node(dict[Any, Any]):
+    """A dictionary that ``nest`` made, unlike those among the values."""
+
+
+def _plain(node: Any) -> Any:
+    if not isinstance(node, _Node):
         return node
-    built = {key: _listed(item) for key, item in node.items()}
+    built = {key: _plain(item) for key, item in node.items()}
     if built and all(type(key) is int for key in built) and sorted(built) == list(range(len(built))):
         return [built[index] for index in range(len(built))]
     return built

@@ -111,15 +111,23 @@ def gather_tensors(
         if ranks.rank != goal:
             for box, owner in entry.boxes:
                 if owner == ranks.rank:
-                    ranks.send(views[box].contiguous(), goal)
+                    ranks.send(views[box], goal)
             continue
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        whole: Tensor | None = None
+        try:
+            whole = torch.empty(entry.shape, dtype=entry.dtype) if failed is None else None
+        except RuntimeError as error:  # out of memory
+            failed = error
         for box, owner in entry.boxes:
-            part = whole[tuple(slice(start, start + n) for start, n in zip(*box, strict=True))]
-            part.copy_(views[box] if owner == ranks.rank else ranks.receive(part, owner))
-        if failed is None:
+            shape = torch.Size(box[1])
+            part = views[box] if owner == ranks.rank else ranks.receive(shape, entry.dtype, owner)
+            if whole is not None:
+                whole[tuple(slice(start, start + n) for start, n in zip(*box, strict=True))].copy_(part)
+            del part
+        if whole is not None and failed is None:
             try:
                 consume(entry, whole)
             except Exception as error:  # noqa: BLE001 - told to all ranks by the caller
                 failed = error
+        whole = None  # before the next one is allocated
     return failed

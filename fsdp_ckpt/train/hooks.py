@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_ckpt.errors import UsageError, Vetoed
+from fsdp_ckpt.layouts.manifest import MANIFEST
 
 __all__ = ["Hooks", "LoadEvent", "SaveEvent"]
 
@@ -43,7 +44,7 @@ class _Event:
         """Take this state dict for a part instead. Call it on every rank.
 
         Args:
-            part: A model or optimizer.
+            part: A model or optimizer; when loading, a model.
             state: Nested dictionaries; tensors may be DTensors, others count as equal on all ranks.
         """
         self._known(part)
@@ -72,12 +73,14 @@ class SaveEvent(_Event):
         """Put a further file into the checkpoint; what the first rank adds counts."""
         if "/" in name or name.startswith(".") or not name:
             raise UsageError(f"`{name}` is no plain file name")
+        if name.endswith(".part") or name == MANIFEST or name.rpartition(".")[0] in self.parts:
+            raise UsageError(f"`{name}` is the name of something that save_state itself writes")
         self.files[name] = data
 
 
 @dataclass(kw_only=True)
 class LoadEvent(_Event):
-    """A load that has been checked and is about to change the models."""
+    """A load that has been planned: nothing is checked in detail or changed yet."""
 
 
 class Hooks:

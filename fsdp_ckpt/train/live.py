@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt.catalog import DTYPES, DType, Shape
 from fsdp_ckpt.codec.tensors import DTensorRef, StorageRef, TensorRef
-from fsdp_ckpt.errors import Incompatible
+from fsdp_ckpt.errors import Incompatible, MalformedFile
 from fsdp_ckpt.layouts.mesh import local_boxes
 from fsdp_ckpt.plan.boxes import Box, flat_boxes, linear_offset
 from fsdp_ckpt.train.ranks import Ranks
@@ -69,6 +69,7 @@ class LiveTensor:
         writes: Whether this rank stores its pieces; of several ranks with the same box exactly one does.
         aliases: Further names of the same tensor (tied weights).
         everywhere: Whether each rank that has the tensor has all of it.
+        spreads: Whether any of these ranks may store it. Buffers may differ, and the first rank's are stored.
     """
 
     name: str
@@ -78,6 +79,7 @@ class LiveTensor:
     writes: bool
     aliases: Sequence[str] = ()
     everywhere: bool = False
+    spreads: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +110,7 @@ class ParamSlot:
 
     Attributes:
         param: The object in ``param_groups``.
-        spans: The named parameters in it. Empty on a rank that holds nothing of them.
+        spans: The named parameters in it. Empty on a rank that holds nothing of them, unless it holds padding.
         names: The names of all parameters in it, also of those that other ranks hold.
         writes: Whether this rank stores its pieces, see ``LiveTensor``.
         local: Returns FSDP1's shard of the parameter; None where the parameter itself has the right layout.
@@ -119,6 +121,10 @@ class ParamSlot:
     names: Sequence[str]
     writes: bool
     local: Callable[[], Tensor] | None = None
+
+    def is_whole(self, span: Span) -> bool:
+        """Tell whether this rank has all of a parameter, as one plain tensor."""
+        return tuple(self.template().shape) == span.shape and not isinstance(self.param, DTensor)
 
     def template(self) -> Tensor:
         """Return the tensor whose layout new moments get: the parameter, or FSDP1's local shard of it."""
@@ -137,16 +143,23 @@ def dtype_of(dtype: torch.dtype, name: str) -> DType:
     return found
 
 
-def plain(name: str, tensor: Tensor, ranks: Ranks, aliases: Sequence[str] = ()) -> LiveTensor:
-    """Return the live tensor of one that every rank holds whole; the ranks share the work of storing such tensors."""
+def plain(name: str, tensor: Tensor, ranks: Ranks, *, spreads: bool = True) -> LiveTensor:
+    """Return the live tensor of one that every rank holds whole.
+
+    Args:
+        name: Its name.
+        tensor: The tensor.
+        ranks: The ranks.
+        spreads: Whether the ranks share the work of storing such tensors; otherwise the first rank does it.
+    """
     return LiveTensor(
         name=name,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         pieces=[whole(tensor)],
-        writes=takes_turn(name, ranks.rank, ranks.size),
-        aliases=aliases,
+        writes=takes_turn(name, ranks.rank, ranks.size) if spreads else ranks.is_first,
         everywhere=True,
+        spreads=spreads,
     )
 
 
@@ -189,13 +202,17 @@ def dtensor_pieces(tensor: DTensor, name: str) -> tuple[list[Piece], int, int]:
         coordinate=tuple(coordinate),
         placements=placements,
     )
+    try:
+        boxes = list(local_boxes(reference))
+    except MalformedFile as error:  # no file is at fault
+        raise Incompatible(f"`{name}`: {error.message}") from None
     pieces = [
         Piece(
             offsets=offsets,
             lengths=lengths,
             tensor=local.as_strided(lengths, local.stride(), local.storage_offset() + element),
         )
-        for offsets, lengths, element in local_boxes(reference)
+        for offsets, lengths, element in boxes
     ]
     index, count = 0, 1
     for size, place, placement in zip(sizes, coordinate, placements, strict=True):

@@ -50,7 +50,15 @@ class Source:
         """Return the parts of a role."""
         return [part for part in self.checkpoint.parts if part.role is role]
 
-    def match(self, role: Role, members: Sequence[Member] | None, names: Iterable[str], what: str) -> dict[str, Part]:
+    def match(
+        self,
+        role: Role,
+        members: Sequence[Member] | None,
+        names: Iterable[str],
+        what: str,
+        *,
+        numbers: Sequence[int] | None = None,
+    ) -> dict[str, Part]:
         """Return the part for each name: by the manifest, else by number.
 
         Args:
@@ -58,14 +66,21 @@ class Source:
             members: The manifest's list; None when there is no manifest.
             names: As the caller named things; numbers for those of a list.
             what: For messages (``model``).
+            numbers: For each name, the number that it has in the checkpoint when it was given in a list; None when
+                that is its place in the list.
 
         Raises:
             CheckpointNotFound: There is nothing for a name.
         """
         wanted = list(names)
         parts = self.parts(role)
+        order = dict(zip(wanted, range(len(wanted)) if numbers is None else numbers, strict=True))
         if members is not None:
-            return {name: self._by_member(parts, members, number, name, what) for number, name in enumerate(wanted)}
+            as_saved = {name: name for name in wanted}
+            if numbers is not None:
+                listed = [name for name in wanted if name.isdecimal() and order[name] < len(members)]
+                as_saved |= {name: members[order[name]].name for name in listed}
+            return {name: self._by_member(parts, members, order[name], as_saved[name], what) for name in wanted}
         numbered: dict[int, Part] = {}
         for part in parts:
             match = _NUMBER.fullmatch(part.name)
@@ -73,7 +88,7 @@ class Source:
         if len(wanted) == 1 and len(parts) == 1:
             return {wanted[0]: parts[0]}
         found = {}
-        for number, name in enumerate(wanted):
+        for name, number in order.items():
             by_name = next((part for part in parts if part.name == name), None)
             chosen = by_name or numbered.get(number)
             if chosen is None:

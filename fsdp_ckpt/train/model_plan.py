@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
 from fsdp_ckpt.catalog import DTYPES, ObjectEntry, Part, Shape, TensorEntry
-from fsdp_ckpt.errors import FlatParameters, StateMismatch
+from fsdp_ckpt.errors import FlatParameters, StateMismatch, UsageError
 from fsdp_ckpt.names import clean_fqn, glob_filter, is_flat_param, strip_wrappers
 from fsdp_ckpt.train.live import LiveTensor, Piece, dtype_of
 from fsdp_ckpt.train.modules import LiveModel
@@ -115,7 +117,7 @@ class ModelPlan:
 
     Attributes:
         fills: Saved tensors, and the pieces of this rank that they go into.
-        extra: Saved values for ``set_extra_state``, by name.
+        extra: Saved values for ``set_extra_state``, by name; a dictionary in a full state dict has several entries.
         fit: How the two compare.
         renamed: Live name by saved name, where wrappers were stripped.
         dtypes: Saved dtype of each parameter, by live name.
@@ -123,7 +125,7 @@ class ModelPlan:
     """
 
     fills: list[tuple[TensorEntry, Sequence[Piece]]] = field(default_factory=list)
-    extra: dict[str, ObjectEntry] = field(default_factory=dict)
+    extra: dict[str, list[ObjectEntry]] = field(default_factory=dict)
     fit: Fit = field(default_factory=Fit)
     renamed: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -151,23 +153,30 @@ def plan_model(
         FlatParameters: The part consists of FSDP1's flat parameters, and the model is not wrapped alike.
     """
     if part.flat is not None:
+        if include or exclude or resize is not None:
+            raise UsageError(
+                f"`{part.name}` holds flat parameters, of which names cannot be chosen and shapes cannot change",
+                hint="load it without include, exclude and resize, and save SHARDED_STATE_DICT",
+            )
         return _plan_flat(live, part)
     plan = ModelPlan()
     keep = glob_filter(include, exclude)
     names = live.names()
     saved = _match_names(part, names, plan)
-    objects = {strip_wrappers(entry.name): entry for entry in part.objects.values()}
+    objects: dict[str, list[ObjectEntry]] = {}
+    for entry in part.objects.values():
+        objects.setdefault(_extra_name(entry), []).append(entry)
     for name, tensor in live.tensors.items():
         if keep.match(name) is None:
             plan.left.append(name)
             continue
-        entry = next((saved[other] for other in (name, *tensor.aliases) if other in saved), None)
-        if entry is None:
+        found = next((saved[other] for other in (name, *tensor.aliases) if other in saved), None)
+        if found is None:
             plan.fit.missing.append(name)
             continue
-        plan.dtypes[name] = entry.dtype.name
-        if plan.fit.compare(entry, name, tensor.shape, dtype_of(tensor.dtype, name).name, resize):
-            plan.fills.append((entry, tensor.pieces))
+        plan.dtypes[name] = found.dtype.name
+        if plan.fit.compare(found, name, tensor.shape, dtype_of(tensor.dtype, name).name, resize):
+            plan.fills.append((found, tensor.pieces))
     for name in live.extra:
         if keep.match(name) is None:
             plan.left.append(name)
@@ -176,9 +185,18 @@ def plan_model(
         else:
             plan.fit.missing.append(name)
     if not include and not exclude:
-        plan.fit.unexpected += [entry.name for key, entry in saved.items() if key not in names]
-        plan.fit.unexpected += [name for name in objects if name not in live.extra]
+        plan.fit.unexpected += [
+            entry.name for key, entry in saved.items() if key not in names and key not in live.elsewhere
+        ]
+        plan.fit.unexpected += [name for name in objects if name not in live.extra and name not in live.elsewhere]
     return plan
+
+
+def _extra_name(entry: ObjectEntry) -> str:
+    """Return the name of extra state: a full state dict is stored flattened, down into the values."""
+    head = str(entry.path[0]) if entry.path else entry.name
+    is_extra = head.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    return strip_wrappers(head if is_extra else entry.name)
 
 
 def _match_names(part: Part, names: Mapping[str, str], plan: ModelPlan) -> dict[str, TensorEntry]:

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.names import is_flat_param, strip_wrappers
 from fsdp_ckpt.train.flat_params import FlatUnit, find_units, has_fsdp1
 from fsdp_ckpt.train.live import LiveTensor, ParamSlot, Piece, Span, dtensor_pieces, plain, takes_turn, whole
 from fsdp_ckpt.train.ranks import Ranks
 
-__all__ = ["LiveModel", "collect_model", "settle"]
+__all__ = ["LiveModel", "collect_model", "refuse_meta", "settle"]
 
 
 @dataclass(kw_only=True)
@@ -35,6 +36,8 @@ class LiveModel:
         unsaved_buffers: Buffers that are not persistent, by name.
         units: FSDP1's flat parameters.
         facts: For the manifest: mesh, sharding strategy.
+        differs: Whether ranks have different parts of the model; known after ``settle``.
+        elsewhere: Names that only other ranks have.
     """
 
     module: nn.Module
@@ -46,6 +49,8 @@ class LiveModel:
     unsaved_buffers: dict[str, Tensor] = field(default_factory=dict)
     units: Sequence[FlatUnit] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    differs: bool = False
+    elsewhere: set[str] = field(default_factory=set)
 
     def names(self) -> dict[str, str]:
         """Return the name of the tensor by each of its names, aliases included."""
@@ -72,8 +77,11 @@ def collect_model(model: nn.Module, ranks: Ranks) -> LiveModel:
         Incompatible: A tensor that cannot be stored: a pending reduction, a quantised dtype.
     """
     kind = "plain"
-    while isinstance(model, DistributedDataParallel):
-        model, kind = model.module, "DDP"
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):  # torch.compile, in any order
+        if isinstance(model, DistributedDataParallel):
+            kind = "DDP"
+        inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+        model = inner
     live = LiveModel(module=model, kind=kind)
     if has_fsdp1(model):
         _collect_fsdp1(live, ranks)
@@ -136,9 +144,8 @@ def _collect_state_dict(live: LiveModel, ranks: Ranks) -> None:
     own |= {id(value) for value in live.module.parameters()}  # FSDP2 has sharded them by now
     for key, value in state.items():
         name = strip_wrappers(key)
-        if key.endswith(_EXTRA_STATE_KEY_SUFFIX):
-            owner = live.module.get_submodule(key.removesuffix(_EXTRA_STATE_KEY_SUFFIX).rstrip("."))
-            live.extra[name] = (owner, value)
+        if key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            live.extra[name] = (_owner(live.module, key), value)
             continue
         kept = seen.setdefault(id(value), name)
         if kept != name:
@@ -152,10 +159,25 @@ def _collect_state_dict(live: LiveModel, ranks: Ranks) -> None:
         live.kind = "FSDP2"
     elif any(isinstance(value, DTensor) for value in state.values()):
         live.kind = "DTensor"
-    meshes = {value.device_mesh for value in state.values() if isinstance(value, DTensor)}
-    largest = max(meshes, key=lambda mesh: (mesh.ndim, mesh.size()), default=None)
-    if largest is not None:
-        live.facts = {"mesh": {"shape": list(largest.shape), "dims": list(largest.mesh_dim_names or ())}}
+    sharded = [value for value in state.values() if isinstance(value, DTensor)]
+    if sharded:
+        mesh = max((value.device_mesh for value in sharded), key=lambda mesh: (mesh.ndim, mesh.size()))
+        placements = sorted({", ".join(map(repr, value.placements)) for value in sharded})
+        live.facts = {
+            "mesh": {"shape": list(mesh.shape), "dims": list(mesh.mesh_dim_names or ())},
+            "placements": placements,
+        }
+
+
+def _owner(model: nn.Module, key: str) -> nn.Module:
+    """Return the module that extra state belongs to, within wrappers that leave no trace in names."""
+    module = model.get_submodule(key.rpartition(".")[0])
+    while type(module).set_extra_state is nn.Module.set_extra_state:
+        inner = getattr(module, "_checkpoint_wrapped_module", None) or getattr(module, "_orig_mod", None)
+        if inner is None:
+            break
+        module = inner
+    return module
 
 
 def _add(live: LiveModel, name: str, value: Tensor, ranks: Ranks) -> None:
@@ -164,7 +186,7 @@ def _add(live: LiveModel, name: str, value: Tensor, ranks: Ranks) -> None:
         writes = takes_turn(name, copy, copies)
         tensor = LiveTensor(name=name, shape=tuple(value.shape), dtype=value.dtype, pieces=pieces, writes=writes)
     else:
-        tensor = plain(name, value, ranks)
+        tensor = plain(name, value, ranks, spreads=isinstance(value, nn.Parameter))
     live.tensors[name] = tensor
     if isinstance(value, nn.Parameter):
         live.slots[id(value)] = _slot(value, tensor)
@@ -196,17 +218,40 @@ def _like(param: DTensor, moment: Tensor) -> list[Tensor]:
     return [piece.tensor for piece in dtensor_pieces(shaped, "")[0]]
 
 
+def refuse_meta(live: LiveModel, hint: str) -> None:
+    """Make sure that a model has values.
+
+    Raises:
+        UsageError: It, or some of it, is on the meta device.
+    """
+    on_meta = [name for name, tensor in live.tensors.items() if any(piece.tensor.is_meta for piece in tensor.pieces)]
+    if on_meta:
+        raise UsageError(
+            f"the model is still on the meta device ({on_meta[0]} and {len(on_meta) - 1} others): it has no values",
+            hint=hint,
+        )
+
+
 def settle(live: LiveModel, ranks: Ranks, doing: str) -> None:
-    """Agree on who stores the tensors that are held whole, where not every rank has the same ones (pipelines)."""
-    everywhere = sorted(name for name, tensor in live.tensors.items() if tensor.everywhere)
-    digest = hashlib.sha256("\n".join(everywhere).encode("utf-8", "surrogatepass")).hexdigest()
+    """Find out whether all ranks have the same model, and what others have where they do not (pipelines). A collective.
+
+    Tensors that are held whole are then stored by ranks that have them.
+    """
+    names = sorted((*live.tensors, *live.extra))
+    digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogatepass")).hexdigest()
     if len(set(ranks.gather_all(digest, doing))) == 1:
         return
+    live.differs = True
+    everywhere = [name for name, tensor in live.tensors.items() if tensor.everywhere]
     owners: dict[str, list[int]] = {}
-    for rank, names in enumerate(ranks.gather_all(everywhere, doing)):
-        for name in names:
+    for rank, (theirs, whole_ones) in enumerate(ranks.gather_all((names, everywhere), doing)):
+        live.elsewhere |= set(theirs) - set(names)
+        for name in whole_ones:
             owners.setdefault(name, []).append(rank)
-    turns = {name: takes_turn(name, owners[name].index(ranks.rank), len(owners[name])) for name in everywhere}
+    turns = {}
+    for name in everywhere:
+        place = owners[name].index(ranks.rank)
+        turns[name] = takes_turn(name, place, len(owners[name])) if live.tensors[name].spreads else place == 0
     for name, writes in turns.items():
         live.tensors[name] = replace(live.tensors[name], writes=writes)
     for key, slot in live.slots.items():

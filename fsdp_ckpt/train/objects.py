@@ -11,10 +11,14 @@ import collections
 import datetime as dt
 import io
 import pathlib
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt.codec.legacy import is_legacy, load_legacy
 from fsdp_ckpt.codec.pickles import PicklingError, Record, UnpicklingError
@@ -34,6 +38,7 @@ def encode(value: Any, what: str) -> bytes:
     Raises:
         Incompatible: It holds an instance of a class that loading would refuse.
     """
+    _refuse_shards(value, what)
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -41,12 +46,28 @@ def encode(value: Any, what: str) -> bytes:
         raise Incompatible(f"the state of {what} cannot be pickled: {error}", hint=_PLAIN_HINT) from error
     data = buffer.getvalue()
     try:
-        _check(data, what)
+        decode(data, what)
     except UnsafePickle as error:
         raise Incompatible(
             f"the state of {what} refers to `{error.name}`, which loading would refuse", hint=_PLAIN_HINT
         ) from None
+    except MalformedFile as error:
+        raise Incompatible(f"the state of {what} could not be loaded again: {error}", hint=_PLAIN_HINT) from None
     return data
+
+
+def _refuse_shards(value: Any, what: str) -> None:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            _refuse_shards(item, what)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            _refuse_shards(item, what)
+    elif isinstance(value, DTensor | ShardedTensor):
+        raise Incompatible(
+            f"the state of {what} holds a {type(value).__name__}, of which each rank has a shard",
+            hint="pass sharded modules as models: model={...: module}",
+        )
 
 
 _PLAIN_HINT = "let state_dict() return numbers, texts, lists, dictionaries, tensors and NumPy arrays only"
@@ -69,8 +90,9 @@ def decode(data: bytes, where: str) -> Any:
             # The names have passed our own reader; classes of Python and NumPy are built by theirs.
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # noqa: TID251
     except UnpicklingError as error:
-        text = str(error).strip().splitlines()
-        raise MalformedFile(f"{where}: {text[0] if text else 'cannot be unpickled'}") from None
+        found = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|got) ([\w.]+)", str(error))
+        reason = f"it needs `{found[1]}`, which torch does not load" if found else "torch cannot unpickle it"
+        raise MalformedFile(f"{where}: {reason}") from None
     except (RuntimeError, ValueError, EOFError) as error:
         raise MalformedFile(f"{where}: {error}") from None
 
@@ -79,7 +101,10 @@ def _check(data: bytes, where: str) -> None:
     if is_legacy(data[:16]):
         load_legacy(lambda start, num: data[start : start + num], len(data), where=where, allow_unknown=False)
     else:
-        open_archive(lambda start, num: data[start : start + num], 0, len(data), where=where).load()
+        archive = open_archive(lambda start, num: data[start : start + num], 0, len(data), where=where)
+        archive.load()
+        for name in archive.records if archive.has_crc else ():
+            archive.read(name)
 
 
 def plain_value(value: Any, where: str) -> Any:
@@ -108,7 +133,7 @@ def _allowed() -> list[Any]:
             (scalar, f"{core}.multiarray.scalar"),
             (frombuffer, f"{core}.numeric._frombuffer"),
         ]
-    numpy_names += [type(np.dtype(name)) for name in ("u4", "i8", "i4", "f8", "f4", "u1", "u8", "?")]
+    numpy_names += [kind for name in np.dtypes.__all__ if name.endswith("DType") for kind in [getattr(np.dtypes, name)]]
     return [
         *numpy_names, collections.deque, collections.defaultdict, collections.Counter, slice, range, complex, frozenset,
         bytes, bytearray, list, tuple, dict, dt.datetime, dt.date, dt.time, dt.timedelta,

@@ -8,7 +8,7 @@ looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from fsdp_ckpt.train.optimizer_state import Entry, SavedOptimizer
 from fsdp_ckpt.train.optimizers import Slots, find_slots
 from fsdp_ckpt.train.reader import Reader
 
-__all__ = ["OptimizerPlan", "plan_optimizer"]
+__all__ = ["OptimizerPlan", "check_class", "plan_optimizer"]
 
 _LOCAL_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that say how this process computes, not what: they stay as they are."""
@@ -64,7 +64,7 @@ class OptimizerPlan:
         options: New options of each group.
         slots: State by parameter.
         fit: How the two compare.
-        fresh: Parameters for which nothing was saved: they start without state.
+        fresh: Parameters that are trained, and for which an optimizer with state had none: they start without.
         unused: Parameters whose saved state is for nobody here.
         cleared: Live parameters that the saved optimizer had without state: theirs is dropped.
         kept_options: Options that were saved with another value and stay as they are.
@@ -93,10 +93,11 @@ class OptimizerPlan:
 
     def apply(self, reader: Reader) -> None:
         """Load: fill moments in place where they are there, make them where they are not, and set options."""
+        groups = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         for plan in self.slots:
             param = plan.slot.param
             state = self.optimizer.state.get(param, {})
-            group = self._group_of(param)
+            group = groups[id(param)]
             for kind, moments in plan.moments.items():
                 self._fill(plan, kind, moments, state, reader)
             for kind, entries in plan.scalars.items():
@@ -115,9 +116,6 @@ class OptimizerPlan:
         # Optimizers add what options and state of older versions lack (Optimizer.load_state_dict ends in this, too).
         self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
-    def _group_of(self, param: Tensor) -> Mapping[str, Any]:
-        return next(group for group in self.optimizer.param_groups if any(other is param for other in group["params"]))
-
     def _fill(
         self, plan: _SlotPlan, kind: str, moments: Sequence[_Moment], state: dict[str, Any], reader: Reader
     ) -> None:
@@ -134,14 +132,41 @@ class OptimizerPlan:
         self, kind: str, entries: Sequence[Entry], slot: ParamSlot, group: Mapping[str, Any], reader: Reader
     ) -> Any:
         values = [reader.value(entry) if isinstance(entry, ObjectEntry) else reader.read(entry) for entry in entries]
+        # FSDP1's flattened parameters have one step count, saved with each name; one that joined later has less.
         first = max(values, key=float) if len(values) > 1 else values[0]
-        if not isinstance(first, Tensor):
-            return first
         # torch.optim.Optimizer keeps step counts on the CPU, except for kernels that count on the device.
         on_device = kind != "step" or bool(group.get("capturable")) or bool(group.get("fused"))
         local = slot.template()
         device = local.to_local().device if isinstance(local, DTensor) else local.device
-        return first.to(device) if on_device else first
+        return _moved(first, device) if on_device else first
+
+
+def check_class(optimizer: torch.optim.Optimizer, saved: str) -> None:
+    """Make sure that saved state is of use to an optimizer of torch: each of them needs what it keeps itself.
+
+    Args:
+        optimizer: The live one.
+        saved: Name of the class that was saved; ``""`` where that is not known.
+
+    Raises:
+        Incompatible: Both are classes of torch, and different ones.
+    """
+    live = type(optimizer).__name__
+    known = {name for name in dir(torch.optim) if name[0].isupper()}
+    if saved != live and {saved, live} <= known and not {saved, live} <= {"Adam", "AdamW"}:
+        raise Incompatible(
+            f"the saved optimizer is a {saved}, this one a {live}, which keeps other state",
+            hint=f"build a torch.optim.{saved}, or leave out optimizer= to load the model alone",
+        )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value with all tensors in it on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return type(value)(_moved(item, device) for item in value) if isinstance(value, list | tuple) else value
 
 
 def plan_optimizer(
@@ -152,6 +177,7 @@ def plan_optimizer(
     dtypes: Mapping[str, str],
     strict: bool,
     resize: Resize = None,
+    elsewhere: Collection[str] = (),
 ) -> OptimizerPlan:
     """Match an optimizer with saved state.
 
@@ -163,6 +189,7 @@ def plan_optimizer(
             parameter's dtype gets that of the live parameter, one that had its own keeps it.
         strict: Refuse parameters that were not in the saved optimizer.
         resize: As for models; moments follow their parameters.
+        elsewhere: Parameters that only other ranks have.
 
     Raises:
         Incompatible: Groups that do not correspond.
@@ -181,7 +208,7 @@ def plan_optimizer(
             is_held_elsewhere = not slot.spans and any(saved.state.get(name) for name in slot.names)
             if not planned and not is_held_elsewhere and (known is None or known >= set(slot.names)):
                 plan.cleared.append(slot.param)
-    plan.unused = [name for name in saved.state if name not in live]
+    plan.unused = [name for name in saved.state if name not in live and name not in elsewhere]
     return plan
 
 
@@ -252,7 +279,8 @@ def _plan_slot(
 ) -> bool:
     """Plan the state of one parameter; tell whether there is any for this rank."""
     have = [name for name in slot.names if saved.state.get(name)]
-    plan.fresh += [name for name in slot.names if name not in have]
+    if saved.state and slot.param.requires_grad:
+        plan.fresh += [name for name in slot.names if name not in have]
     if not have:
         return False
     one = _SlotPlan(slot=slot)
@@ -260,9 +288,9 @@ def _plan_slot(
         for kind, entry in saved.state.get(span.name, {}).items():
             if isinstance(entry, ObjectEntry):
                 one.scalars.setdefault(kind, []).append(entry)
-            elif kind != "step" and len(entry.shape) == len(span.shape):
+            elif kind != "step" and _is_moment(entry, slot, span, resize):
                 _plan_moment(plan, one, kind, entry, span, dtypes=dtypes, resize=resize)
-            elif entry.numel == 1:
+            elif entry.numel == 1 or slot.is_whole(span):
                 one.scalars.setdefault(kind, []).append(entry)
             else:
                 raise Incompatible(
@@ -274,6 +302,13 @@ def _plan_slot(
         return False
     plan.slots.append(one)
     return True
+
+
+def _is_moment(entry: TensorEntry, slot: ParamSlot, span: Span, resize: Resize) -> bool:
+    """Tell whether a saved tensor is laid out like its parameter, rather than state of a shape of its own."""
+    if entry.shape == span.shape:
+        return True
+    return len(entry.shape) == len(span.shape) and (resize is not None or not slot.is_whole(span))
 
 
 def _plan_moment(
@@ -288,8 +323,8 @@ def _plan_moment(
 ) -> None:
     name = f"state.{span.name}.{kind}"
     param_dtype = dtype_of(one.slot.param.dtype, span.name)
-    follows = dtypes.get(span.name, entry.dtype.name) == entry.dtype.name or entry.dtype == param_dtype
-    target = param_dtype if follows and entry.dtype.kind == "float" else entry.dtype
+    follows = dtypes.get(span.name) == entry.dtype.name and entry.dtype.kind == "float"
+    target = param_dtype if follows else entry.dtype
     live = plan.optimizer.state.get(one.slot.param, {}).get(kind)
     if isinstance(live, Tensor):
         target = dtype_of(live.dtype, name)

@@ -19,6 +19,7 @@ from typing import Any
 from fsdp_ckpt.catalog import ObjectEntry, Part, TensorEntry
 from fsdp_ckpt.errors import Incompatible, MalformedFile
 from fsdp_ckpt.names import clean_fqn, strip_wrappers
+from fsdp_ckpt.train.full import nest
 
 __all__ = ["SavedOptimizer", "read_optimizer"]
 
@@ -65,6 +66,7 @@ def read_optimizer(
     """
     saved = SavedOptimizer()
     groups: dict[int, dict[str, Any]] = {}
+    nested: dict[int, dict[tuple[str | int, ...], Any]] = {}
     entries: list[Entry] = [*part.tensors.values(), *part.objects.values()]
     for entry in entries:
         path = _path(entry, names)
@@ -78,10 +80,12 @@ def read_optimizer(
                 groups = {number: dict(group) for number, group in enumerate(content)}
                 saved.layout = "groups in one blob"
             elif path[1].isdecimal():
-                groups.setdefault(int(path[1]), {})[path[2]] = content
+                rest = entry.path[2:] if len(entry.path) > 3 else (path[2],)  # an option that is a dictionary
+                nested.setdefault(int(path[1]), {})[rest] = content
             else:
                 saved.options.setdefault(path[1], {})[path[2]] = content
                 saved.layout = "flattened"
+    groups |= {number: nest(flat) for number, flat in nested.items()}
     if groups:
         if sorted(groups) != list(range(len(groups))):
             raise MalformedFile(f"`{part.name}`: groups {sorted(groups)} are not numbered from 0")
@@ -104,6 +108,8 @@ def _path(entry: Entry, names: Mapping[str, str]) -> tuple[str, ...]:
     path = tuple(map(str, entry.path)) or (entry.name,)
     if len(path) == 3 and path[0] in ("state", "param_groups"):
         return path[0], _known(path[1], names), path[2]
+    if len(path) > 3 and path[0] == "param_groups" and path[1].isdecimal():
+        return path[0], path[1], path[2]
     text = ".".join(path)
     head, _, rest = text.partition(".")
     if head == "param_groups" and not rest:

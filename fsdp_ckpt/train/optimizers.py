@@ -12,7 +12,7 @@ Collecting reads ``optimizer.state`` and nothing else: no step is taken, no entr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt.errors import Incompatible, UsageError
 from fsdp_ckpt.layouts.roles import KeyPath
-from fsdp_ckpt.train.live import LiveTensor, ParamSlot, dtensor_pieces, takes_turn, whole
+from fsdp_ckpt.train.live import LiveTensor, ParamSlot, Span, dtensor_pieces, takes_turn, whole
 
 __all__ = ["LiveOptimizer", "Slots", "collect_optimizer", "find_slots", "unwrap_optimizer"]
 
@@ -54,10 +54,15 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         UsageError: It is none.
     """
     found = optimizer
-    while not isinstance(found, torch.optim.Optimizer):
-        found = getattr(found, "optimizer", None)
-        if found is None:
-            raise UsageError(f"{type(optimizer).__name__} is no optimizer and does not wrap one as `.optimizer`")
+    while hasattr(found, "optimizer"):  # AcceleratedOptimizer is itself an Optimizer
+        found = found.optimizer
+    if not isinstance(found, torch.optim.Optimizer):
+        raise UsageError(f"{type(optimizer).__name__} is no optimizer and does not wrap one as `.optimizer`")
+    if isinstance(getattr(found, "optim", None), torch.optim.Optimizer):
+        raise UsageError(
+            f"{type(found).__name__} keeps its state in an optimizer of its own, sharded in a way that cannot be told",
+            hint="let FSDP shard the optimizer's state: build a plain optimizer from model.parameters()",
+        )
     return found
 
 
@@ -95,6 +100,11 @@ def collect_optimizer(optimizer: torch.optim.Optimizer, slots: Slots, *, is_firs
         Incompatible: State whose sharding cannot be told.
     """
     live = LiveOptimizer(optimizer=optimizer)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    strange: list[Any] = [key for key in optimizer.state if id(key) not in held]
+    if strange:
+        what = repr(strange[0]) if isinstance(strange[0], str) else f"a {type(strange[0]).__name__}"
+        raise Incompatible(f"the {type(optimizer).__name__} keeps state for {what}, which is in none of its groups")
     for number, (group, row) in enumerate(zip(optimizer.param_groups, find_slots(optimizer, slots), strict=True)):
         names = [name for slot in row for name in slot.names]
         live.groups.append(names)
@@ -118,6 +128,12 @@ def _collect_state(live: LiveOptimizer, slot: ParamSlot, state: Mapping[str, Any
         for span in slot.spans:
             path: KeyPath = ("state", span.name, key)
             if not isinstance(value, Tensor):
+                if _holds_tensors(value) and not slot.is_whole(span):
+                    raise Incompatible(
+                        f"`{'.'.join(map(str, path))}` is a {type(value).__name__} that holds tensors, for a parameter "
+                        "that is sharded: how they are sharded cannot be told",
+                        hint="the optimizer has to keep each of them in its state as a tensor of its own",
+                    )
                 if span.is_owner:
                     live.values[path] = value
                 continue
@@ -133,14 +149,21 @@ def _collect_state(live: LiveOptimizer, slot: ParamSlot, state: Mapping[str, Any
             elif value.numel() == 1 and not isinstance(value, DTensor):
                 live.tensors[path] = _once(path, value, writes=span.is_owner)
             else:
-                live.tensors[path] = _own_layout(path, value, span.shape, slot)
+                live.tensors[path] = _own_layout(path, value, span, slot)
 
 
-def _own_layout(path: KeyPath, value: Tensor, shape: Sequence[int], slot: ParamSlot) -> LiveTensor:
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_tensors(item) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _own_layout(path: KeyPath, value: Tensor, span: Span, slot: ParamSlot) -> LiveTensor:
     """State of another shape than the parameter's (Adafactor's rows, say): it must tell its sharding itself."""
     name = ".".join(map(str, path))
-    is_whole = tuple(slot.template().shape) == tuple(shape) and not isinstance(slot.param, DTensor)
-    if is_whole and not isinstance(value, DTensor):
+    if slot.is_whole(span) and not isinstance(value, DTensor):
         return LiveTensor(
             name=name, shape=tuple(value.shape), dtype=value.dtype, pieces=[whole(value)], writes=slot.writes
         )
@@ -149,7 +172,7 @@ def _own_layout(path: KeyPath, value: Tensor, shape: Sequence[int], slot: ParamS
         turn = takes_turn(name, copy, copies)
         return LiveTensor(name=name, shape=tuple(value.shape), dtype=value.dtype, pieces=pieces, writes=turn)
     raise Incompatible(
-        f"`{name}` has shape {tuple(value.shape)} on this rank, its parameter {tuple(shape)} in all: how the state is "
+        f"`{name}` has shape {tuple(value.shape)} on this rank, its parameter {span.shape} in all: how the state is "
         "sharded cannot be told",
         hint="the optimizer has to keep such state as DTensors; block-wise 8-bit optimizers do not work with FSDP",
     )

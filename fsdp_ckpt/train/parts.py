@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from fsdp_ckpt.train.optimizers import Slots, collect_optimizer
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.shards import ShardWriter, assemble
 
-__all__ = ["PartState", "model_part", "optimizer_part", "part_of_mapping", "write_part"]
+__all__ = ["PartState", "model_part", "optimizer_part", "part_of_mapping", "unite_groups", "write_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class PartState:
         tensors: By place in the state dict, without the head.
         values: Everything else.
         model: The model, for LOCAL_STATE_DICT.
+        groups: For an optimizer, the names in each group.
     """
 
     name: str
@@ -58,6 +59,7 @@ class PartState:
     tensors: Mapping[KeyPath, LiveTensor] = field(default_factory=dict)
     values: Mapping[KeyPath, Any] = field(default_factory=dict)
     model: LiveModel | None = None
+    groups: Sequence[Sequence[str]] = ()
 
     @property
     def is_folder(self) -> bool:
@@ -100,8 +102,29 @@ def optimizer_part(
     """
     live = collect_optimizer(optimizer, slots, is_first=is_first)
     return PartState(
-        name=f"optimizer_{number}", head="optimizer", style=style, tensors=live.tensors, values=live.values
+        name=f"optimizer_{number}",
+        head="optimizer",
+        style=style,
+        tensors=live.tensors,
+        values=live.values,
+        groups=live.groups,
     )
+
+
+def unite_groups(part: PartState, ranks: Ranks, doing: str) -> PartState:
+    """Return an optimizer's part with the parameters of all ranks in its groups (pipelines). A collective.
+
+    Raises:
+        UsageError: The ranks' optimizers have different numbers of groups.
+    """
+    gathered = ranks.gather_all(part.groups, doing)
+    ranks.demand_same(len(part.groups), "the number of groups of an optimizer", doing)
+    values = dict(part.values)
+    for number, groups in enumerate(zip(*gathered, strict=True)):
+        place: KeyPath = ("param_groups", number, "params")
+        if place in values:
+            values[place] = list(dict.fromkeys(name for names in groups for name in names))
+    return replace(part, values=values)
 
 
 def part_of_mapping(part: PartState, state: Mapping[str, Any], ranks: Ranks) -> PartState:

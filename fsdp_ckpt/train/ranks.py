@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_ckpt import errors
-from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch, UnsafePickle
+from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch, UnsafePickle, UsageError
 
 __all__ = ["Failure", "Ranks"]
 
@@ -43,6 +43,8 @@ class Ranks:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if together else 0
         self.size = dist.get_world_size(group) if together else 1
+        if self.rank < 0:
+            raise UsageError("this process is not in the process group that was given")
 
     @property
     def is_first(self) -> bool:
@@ -93,6 +95,25 @@ class Ranks:
             dist.gather_object(value, found, dst=self.global_rank(0), group=self.group)
         return found
 
+    def demand_same(self, value: T, what: str, doing: str) -> None:
+        """Raise on all ranks when they do not call for the same: collectives that differ wait for each other.
+
+        Args:
+            value: What this rank calls for.
+            what: What it is, for messages (``the path``).
+            doing: For messages.
+
+        Raises:
+            UsageError: With the first two values that differ.
+        """
+        values = self.gather_all(value, doing)
+        other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"{what} differs between ranks: {values[0]} on rank 0, {values[other]} on rank {other}",
+                hint="call it with the same arguments on every rank",
+            )
+
     def from_first(self, make: Callable[[], T], doing: str) -> T:
         """Let the first rank work something out; return it on all ranks, or raise its error on all of them."""
         result: list[Any] = [None, None]
@@ -107,36 +128,39 @@ class Ranks:
             with self._talking(doing):
                 dist.broadcast_object_list(result, src=self.global_rank(0), group=self.group)
         if result[1] is not None:
-            raise _unpack(dict.fromkeys(range(self.size), result[1]), self.size, doing) from caught
+            knows_more = result[1]["foreseen"]  # such a message is about the job, another one about the first rank
+            failed = dict.fromkeys(range(self.size), result[1]) if knows_more else {0: result[1]}
+            raise _unpack(failed, self.size, doing) from caught
         value: T = result[0]
         return value
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a tensor's elements to a rank of the group, which must be receiving one of this shape and dtype."""
-        raw = tensor.detach().to(self._device(tensor)).contiguous().reshape(-1).view(torch.uint8)
+        raw = tensor.detach().to(self._device()).contiguous().reshape(-1).view(torch.uint8)
         with self._talking("sending a tensor"):
             dist.send(raw, self.global_rank(rank), group=self.group)
 
-    def receive(self, like: torch.Tensor, rank: int) -> torch.Tensor:
-        """Receive a tensor of the shape and dtype of ``like`` from a rank of the group."""
-        num_bytes = like.numel() * like.dtype.itemsize
-        raw = torch.empty(num_bytes, dtype=torch.uint8, device=self._device(like))
+    def receive(self, shape: torch.Size, dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """Receive a tensor of this shape and dtype from a rank of the group."""
+        raw = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, device=self._device())
         with self._talking("receiving a tensor"):
             dist.recv(raw, self.global_rank(rank), group=self.group)
-        return raw.view(like.dtype).reshape(like.shape)
+        return raw.view(dtype).reshape(shape)
 
     def global_rank(self, rank: int) -> int:
         """Return a rank's number among all processes of the job."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _device(self, tensor: torch.Tensor) -> torch.device:
-        """Return a device whose tensors the group can carry: the tensor's own where there is a backend for it."""
+    def _device(self) -> torch.device:
+        """Return the device whose tensors travel: the CPU where the group has a backend for it.
+
+        The same on all ranks, wherever a shard lies: with ``cpu:gloo,cuda:nccl`` a tensor that is sent by one backend
+        never arrives at a rank that receives by the other.
+        """
         group = self.group or dist.distributed_c10d._get_default_group()
         kinds = {device.type for device in group._device_types}
-        if tensor.device.type in kinds:
-            return tensor.device
-        kind = next(iter(kinds - {"cpu"}), "cpu")
-        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+        kind = "cpu" if "cpu" in kinds else next(iter(kinds))
+        return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     @contextmanager
     def _talking(self, doing: str) -> Iterator[None]:
@@ -151,7 +175,9 @@ class Ranks:
 
 def _pack(error: BaseException) -> Failure:
     if isinstance(error, FsdpCkptError):
-        packed: Failure = {"class": type(error).__name__, "message": error.message, "hint": error.hint}
+        packed: Failure = {
+            "class": type(error).__name__, "message": error.message, "hint": error.hint, "foreseen": True,
+        }  # fmt: skip
         if isinstance(error, StateMismatch):
             packed |= {name: getattr(error, name) for name in ("missing", "unexpected", "mismatched")}
         if isinstance(error, UnsafePickle):
@@ -160,7 +186,8 @@ def _pack(error: BaseException) -> Failure:
     kind = "RankFailed"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         kind = NotEnoughSpace.__name__
-    return {"class": kind, "message": f"{type(error).__name__}: {_first_line(error)}", "hint": None}
+    message = f"{type(error).__name__}: {_first_line(error)}"
+    return {"class": kind, "message": message, "hint": None, "foreseen": False}
 
 
 def _first_line(error: BaseException) -> str:
@@ -171,7 +198,10 @@ def _first_line(error: BaseException) -> str:
 def _unpack(failed: dict[int, Failure], size: int, doing: str) -> FsdpCkptError:
     first = next(iter(failed.values()))
     everywhere = len(failed) == size and all(failure == first for failure in failed.values())
-    text = first["message"] if everywhere else f"{doing} failed: {_list(failed)}"
+    if everywhere:
+        text = first["message"] if first["foreseen"] else f"{doing} failed: {first['message']}"
+    else:
+        text = f"{doing} failed: {_list(failed)}"
     cls = getattr(errors, first["class"], RankFailed)
     if cls is StateMismatch:
         lists: dict[str, Sequence[str]] = {name: first[name] for name in ("missing", "unexpected", "mismatched")}

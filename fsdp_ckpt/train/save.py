@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
@@ -21,8 +22,8 @@ from fsdp_ckpt.store.syscalls import fsync_folder, write_all
 from fsdp_ckpt.train.destination import check_replaceable, local_path
 from fsdp_ckpt.train.full import open_new
 from fsdp_ckpt.train.hooks import Hooks, SaveEvent
-from fsdp_ckpt.train.modules import collect_model, settle
-from fsdp_ckpt.train.parts import write_part
+from fsdp_ckpt.train.modules import collect_model, refuse_meta, settle
+from fsdp_ckpt.train.parts import unite_groups, write_part
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.save_plan import SaveJob
 from fsdp_ckpt.train.subjects import Subjects
@@ -128,6 +129,10 @@ def save_state(
             model=model, optimizer=optimizer, scheduler=scheduler, dataloader=dataloader, objects=objects, scaler=scaler
         )
         live = {name: collect_model(item, ranks) for name, item in subjects.models.items()}
+        for one in live.values():
+            refuse_meta(one, "load or initialize it before saving")
+    ranks.demand_same((target, step, state_dict_type), "path, step or state_dict_type", doing)
+    ranks.demand_same(list(live), "the list of models", doing)
     for one in live.values():
         settle(one, ranks, doing)
     with ranks.together(doing):
@@ -136,6 +141,9 @@ def save_state(
         for hook in hooks:
             hook.before_save(event)
         job.apply(event, ranks)
+    ranks.demand_same([(part.name, part.style) for part in job.parts], "the list of models and optimizers", doing)
+    if any(one.differs for one in live.values()):
+        job.parts = [unite_groups(part, ranks, doing) if part.groups else part for part in job.parts]
     sizes = _publish(job, Path(target), ranks, overwrite=overwrite, durable=durable)
     report = SaveReport(
         path=target,
@@ -146,8 +154,9 @@ def save_state(
         elapsed_s=time.monotonic() - begun,
         skipped=sorted(event.skipped),
     )
-    for hook in hooks:
-        hook.after_save(report)
+    with ranks.together(f"{doing} (the checkpoint is in its place)"):
+        for hook in hooks:
+            hook.after_save(report)
     if ranks.is_first:
         _log.info("saved %s: %d bytes in %.1f s", target, report.num_bytes, report.elapsed_s)
     return report
@@ -165,7 +174,9 @@ def _publish(job: SaveJob, target: Path, ranks: Ranks, *, overwrite: bool, durab
     def begin() -> str:
         destination = resolve_destination(target)
         check_replaceable(destination, overwrite=overwrite)
-        staging.append(Staging(destination, job.save_id, overwrite=overwrite))
+        # One name for all saves to a place: the lock in it keeps two writers apart.
+        identity = hashlib.sha256(os.fsencode(destination)).hexdigest()[:16]
+        staging.append(Staging(destination, identity, overwrite=overwrite))
         for part in job.parts:
             if part.is_folder:
                 (staging[0].path / part.name).mkdir()

@@ -17,6 +17,7 @@ from fsdp_ckpt.layouts.manifest import Manifest, Member, write_manifest
 from fsdp_ckpt.train.hooks import SaveEvent
 from fsdp_ckpt.train.modules import LiveModel
 from fsdp_ckpt.train.objects import encode
+from fsdp_ckpt.train.pairing import digest_of
 from fsdp_ckpt.train.parts import PartState, model_part, optimizer_part, part_of_mapping
 from fsdp_ckpt.train.random_state import RNG_FILE, collect_random_state
 from fsdp_ckpt.train.ranks import Ranks
@@ -35,7 +36,7 @@ class SaveJob:
         own: Small files of this rank, by name.
         shared: Small files of the first rank, by name.
         manifest: Everything about the checkpoint but its files.
-        skipped: Parts left out.
+        has_scaler: Whether there is a gradient scaler.
     """
 
     save_id: str
@@ -43,6 +44,7 @@ class SaveJob:
     own: dict[str, bytes]
     shared: dict[str, bytes]
     manifest: Manifest
+    has_scaler: bool
 
     @classmethod
     def plan(
@@ -68,13 +70,18 @@ class SaveJob:
         for number, (name, optimizer) in enumerate(subjects.optimizers.items()):
             parts.append(optimizer_part(number, optimizer, slots, state_dict_type, is_first=ranks.is_first))
             pair = models_of(optimizer, live)
-            optimizers.append(Member(name=name, part=f"optimizer_{number}", kind=type(optimizer).__name__, of=pair))
+            facts = {"parameters": digest_of(name for group in parts[-1].groups for name in group)}
+            optimizers.append(
+                Member(name=name, part=f"optimizer_{number}", kind=type(optimizer).__name__, of=pair, facts=facts)
+            )
         shared: dict[str, bytes] = {}
         own: dict[str, bytes] = {}
         schedulers = _members(subjects.schedulers, "scheduler", ".bin", shared, ranks)
         objects = _members(subjects.objects, "custom_checkpoint", ".pkl", shared, ranks, numbered=True)
-        if subjects.scaler is not None and ranks.is_first:
-            shared["scaler.pt"] = encode(subjects.scaler.state_dict(), "the scaler")
+        if subjects.scaler is not None:
+            state = subjects.scaler.state_dict()
+            if ranks.is_first:
+                shared["scaler.pt"] = encode(state, "the scaler")
         if subjects.dataloaders:
             states = {name: item.state_dict() for name, item in subjects.dataloaders.items()}
             own[f"dl_states_{ranks.rank}.pkl"] = encode(states, "the data loaders")
@@ -108,13 +115,20 @@ class SaveJob:
                 f"values: {error}", hint="give numbers, texts, lists and dictionaries; anything else goes to objects="
             ) from None
         save_id = os.urandom(8).hex()
-        return cls(save_id=save_id, parts=parts, own=own, shared=shared, manifest=manifest)
+        return cls(
+            save_id=save_id,
+            parts=parts,
+            own=own,
+            shared=shared,
+            manifest=manifest,
+            has_scaler=subjects.scaler is not None,
+        )
 
     def names(self) -> list[str]:
         """Return the names that hooks use."""
         manifest = self.manifest
         small = [member.part for member in (*manifest.schedulers, *manifest.objects)]
-        small += ["scaler"] if "scaler.pt" in self.shared else []
+        small += ["scaler"] if self.has_scaler else []
         small += ["random_states"] if manifest.has_rng else []
         return [part.name for part in self.parts] + small + (["dl_states"] if manifest.dataloaders else [])
 
@@ -155,7 +169,8 @@ def _members(
     members = []
     for number, (name, item) in enumerate(items.items()):
         part = f"{stem}_{number}" if number or numbered else stem
+        state = item.state_dict()  # on every rank: it may be a collective
         if ranks.is_first:
-            shared[part + ending] = encode(item.state_dict(), f"{type(item).__name__} `{name}`")
+            shared[part + ending] = encode(state, f"{type(item).__name__} `{name}`")
         members.append(Member(name=name, part=part, kind=type(item).__name__))
     return members

@@ -38,7 +38,8 @@ class Share:
         file: Name of its file; None when it had nothing to write.
         size: Bytes of the file.
         crc32: Checksum of the whole file.
-        tensors: By key: dtype, whole shape, and (offsets, lengths, start, number of bytes) of each item.
+        tensors: By key: dtype, whole shape, and (offsets, lengths, start, number of bytes, CRC-32 of the elements) of
+            each item.
         objects: By key: start and number of bytes.
         paths: Place in the nested state dict, by key.
         aliases: Key of the tensor whose bytes a further key shares.
@@ -47,7 +48,7 @@ class Share:
     file: str | None = None
     size: int = 0
     crc32: int = 0
-    tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape, int, int]]]] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape, int, int, int]]]] = field(default_factory=dict)
     objects: dict[str, tuple[int, int]] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class ShardWriter:
             self._account(bytes(layout.start - self._position) + head)
             self._account_crc(crc, layout.data_stop - layout.data_start)
             self._account(tail)
-            items.append((piece.offsets, piece.lengths, layout.start, layout.stop - layout.start))
+            items.append((piece.offsets, piece.lengths, layout.start, layout.stop - layout.start, crc))
         if items:
             self.share.tensors[key] = (dtype.name, tensor.shape, items)
 
@@ -176,7 +177,7 @@ def assemble(shares: Sequence[Share]) -> bytes:
     tensors: dict[str, DcpTensor] = {}
     objects: list[str] = []
     storage: dict[tuple[str, Shape | None], StorageInfo] = {}
-    boxes: dict[tuple[str, Shape], Shape] = {}
+    boxes: dict[tuple[str, Shape], tuple[Shape, int]] = {}
     paths: dict[str, KeyPath] = {}
     aliases: dict[str, str] = {}
     for rank, share in enumerate(shares):
@@ -192,12 +193,15 @@ def assemble(shares: Sequence[Share]) -> bytes:
                 raise Incompatible(
                     f"`{key}` is {dtype} {shape} on rank {rank}, {known.dtype} {known.shape} on an earlier one"
                 )
-            for offsets, lengths, start, num_bytes in items:
+            for offsets, lengths, start, num_bytes, crc in items:
                 if (key, offsets) in storage:
-                    if boxes[key, offsets] == lengths:  # copies on meshes apart: FSDP2 within tensor parallelism
+                    if boxes[key, offsets] == (lengths, crc):  # copies on meshes apart: FSDP2 within tensor parallelism
                         continue
-                    raise CorruptCheckpoint(f"two ranks stored a box of `{key}` at {offsets}, of different lengths")
-                boxes[key, offsets] = lengths
+                    raise Incompatible(
+                        f"rank {rank} holds `{key}` at {offsets} with other values than an earlier rank",
+                        hint="tensors that differ between ranks need names of their own",
+                    )
+                boxes[key, offsets] = (lengths, crc)
                 known.chunks.append((offsets, lengths))
                 storage[key, offsets] = (str(share.file), start, num_bytes, ())
     _check_all_there(tensors, paths, aliases, objects)

@@ -55,7 +55,13 @@ def part_value(part: Part, reader: Reader) -> Any:
 
 
 def plan_schedulers(
-    plan: SmallPlan, source: Source, schedulers: Mapping[str, Any], loaded_optimizers: set[int], reader: Reader
+    plan: SmallPlan,
+    source: Source,
+    schedulers: Mapping[str, Any],
+    ranks: Ranks,
+    reader: Reader,
+    *,
+    loaded_optimizers: set[int],
 ) -> None:
     """Plan schedulers.
 
@@ -74,10 +80,12 @@ def plan_schedulers(
         optimizer = _optimizer_of(scheduler)
         sync = optimizer is not None and id(optimizer) not in loaded_optimizers
         plan.actions.append((parts[name].name, _scheduler_action(scheduler, state, optimizer if sync else None)))
-        if hasattr(scheduler, "split_batches") and source.manifest is None:
+        per_process = getattr(scheduler, "step_with_optimizer", False) and not getattr(scheduler, "split_batches", True)
+        if per_process and source.world_size != ranks.size:
             plan.warnings.append(
-                f"scheduler `{name}` counts one step per process, as Accelerate's do: on another world size its "
-                "learning rate continues at another place"
+                f"scheduler `{name}` takes as many steps at a time as there are processes, as Accelerate's do; it was "
+                f"saved on {source.world_size or 'an unknown number of'} ranks, now there are {ranks.size}: from here "
+                "on its learning rate changes at another pace"
             )
 
 
@@ -155,15 +163,14 @@ def plan_random_state(plan: SmallPlan, source: Source, ranks: Ranks, reader: Rea
         plan.rng = "none were saved; all streams are left as they are"
         return
     count = len(states)
-    if count != ranks.size:
-        plan.warnings.append(
-            f"random states of {count} ranks were saved, now there are {ranks.size}: "
-            + (
-                f"ranks 0 to {ranks.size - 1} get theirs, those of the others are not used"
-                if count > ranks.size
-                else f"ranks 0 to {count - 1} get theirs, the others keep the streams that they have"
-            )
+    without = [str(rank) for rank in range(ranks.size) if rank not in states]
+    if count != ranks.size or without:
+        what = (
+            f"those without any ({', '.join(without)}) keep the streams that they have"
+            if without
+            else f"ranks 0 to {ranks.size - 1} get theirs, those of the others are not used"
         )
+        plan.warnings.append(f"random states of {count} ranks were saved, now there are {ranks.size}: {what}")
     part = states.get(ranks.rank)
     if part is None:
         plan.rng = f"this rank had none among the {count} saved; its streams are left as they are"

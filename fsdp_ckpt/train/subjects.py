@@ -66,7 +66,9 @@ class Subjects:
                 if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                     raise UsageError(
                         f"{what} `{name}` ({type(item).__name__}) has no state_dict and load_state_dict",
-                        hint="for data: torchdata's StatefulDataLoader, or a sampler that has both",
+                        hint="torchdata's StatefulDataLoader has both; a sampler of your own may be given as well"
+                        if what == "dataloader"
+                        else "pass the object itself, not its state",
                     )
         return found
 

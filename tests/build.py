@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -258,6 +259,10 @@ def _rank(rank: int, worker: Callable[..., None], ranks: int, store: str, args: 
         worker(rank, *args)
     finally:
         dist.destroy_process_group()
+    # Without the interpreter's end, in which torch 2.13 now and then aborts: "terminate called without an active ...".
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:

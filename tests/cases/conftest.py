@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.launch import build_once, run_module
+from tests.dist.stage import play
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for what is too large for every run."""
     return build_once(tmp_path_factory, "large", lambda out: run_module("tests.cases.ranks", str(out), "--large"))
+
+
+@pytest.fixture(scope="session")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What came out of the scenarios in which ranks save and load."""
+    return play(tmp_path_factory, "tests.cases.state_ranks")
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_p51_what_is_left_out_is_counted(built: Path, tmp_path: Path) -> None:
 def test_p52_inspect_shows_the_whole_vocabulary(built: Path) -> None:
     """X-Square-Robot/wall-x#114, torchtune#2542, transformers#40382: global shapes, not those of a rank.
 
-    Left out: load_state with another vocabulary.
+    Loading into another vocabulary: test_state_model.
     """
     (part,) = fsdp_ckpt.inspect(built / "p52").parts
     assert [(tensor.name, tensor.shape, tensor.shards) for tensor in part.tensors] == [("embed.weight", (12, 4), 2)]

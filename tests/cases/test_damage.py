@@ -41,7 +41,7 @@ def root(built: Path, tmp_path: Path) -> Path:
 def test_p25_an_unfinished_save_is_not_merged(step: int, error: type[Exception], reason: str, root: Path) -> None:
     """awsome-distributed-ai#190, Automodel#3261, transformers#26186: asked for by name, it is an error, no fallback.
 
-    Left out: validate, load_state.
+    Left out: validate. load_state: test_state_failures.
     """
     with pytest.raises(error, match=reason):
         fsdp_ckpt.merge(root / f"step-{step}", root.parent / "out")
@@ -120,7 +120,7 @@ def test_p26_damage_is_named_and_nothing_is_published(
 ) -> None:
     """pytorch/torchtitan#4011: stock torch loads the flipped byte without a word.
 
-    Left out: validate, and a checkpoint of save_state.
+    Left out: validate. A checkpoint of save_state: test_state_failures.
     """
     damage(mlp)
     with pytest.raises(error, match=told):
@@ -159,7 +159,7 @@ def test_p26_the_intact_copy_is_all_right(mlp: Path) -> None:
 def test_p28_shards_of_an_earlier_save_are_not_read(built: Path, tmp_path: Path) -> None:
     """pytorch-lightning#20012, VeOmni#1164: torch saved four ranks, then two, into one folder.
 
-    Left out: save_state, load_state, validate.
+    Left out: validate. save_state and load_state: test_state_failures.
     """
     report, found = merge_and_load(built / "p28", tmp_path / "out")
     expected = {name: value + 0.5 for name, value in reference(Mlp()).items()}
@@ -171,7 +171,7 @@ def test_p28_shards_of_an_earlier_save_are_not_read(built: Path, tmp_path: Path)
 def test_p29_latest_points_to_an_unfinished_save(root: Path) -> None:
     """KempnerForge#102, torchtitan#930: the link was moved before the data were there.
 
-    Left out: load_state.
+    load_state: test_state_failures.
     """
     (root / "latest").symlink_to("step-200")
     with pytest.raises(IncompleteCheckpoint, match="cut off"):
@@ -223,7 +223,7 @@ def many_steps(mlp: Path) -> Path:
 def test_p30_newest_is_by_number(many_steps: Path) -> None:
     """litgpt#661, open-instruct#542, robots#3165, RLinf#1468: 1000 is newer than 900 and 0950.
 
-    Left out: load_state.
+    load_state: test_state_failures.
     """
     described = fsdp_ckpt.inspect(many_steps)
     assert described.step == 1000

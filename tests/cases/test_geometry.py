@@ -61,7 +61,7 @@ def test_p03_inspect_shows_placements(built: Path) -> None:
 def test_p05_dimensions_smaller_than_the_world(variant: str, shards: list[int], built: Path, tmp_path: Path) -> None:
     """pytorch/pytorch#108869, #102821: ranks without rows, with a zero-size chunk (FSDP2) or without one (FSDP1).
 
-    Left out: validate, reshard, load_state.
+    Left out: validate, reshard. load_state: test_state_model.
     """
     folder = built / "p05" / variant
     chunks = FileSystemReader(folder).read_metadata().state_dict_metadata["model.a"]
@@ -77,7 +77,7 @@ def test_p05_dimensions_smaller_than_the_world(variant: str, shards: list[int], 
 def test_p08_replicas_are_merged_once(variant: str, built: Path, tmp_path: Path) -> None:
     """pytorch/torchtitan#799, #709, pytorch/pytorch#145978: HSDP does not double the rows.
 
-    Left out: save_state, which stores one copy.
+    save_state, which stores one copy: test_state_model.
     """
     report, found = merge_and_load(built / "p08" / variant, tmp_path / "out")
     assert_same(found, reference(Mlp()))

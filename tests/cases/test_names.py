@@ -18,7 +18,7 @@ from tests.cases.models import Layered, reference
 def test_p09_a_compiled_block_in_activation_checkpointing(built: Path, tmp_path: Path) -> None:
     """pytorch/torchtitan#2622, pytorch/pytorch#117399, mosaicml/composer#2745: `_orig_mod` in the middle of keys.
 
-    Left out: convert, load_state.
+    Left out: convert. load_state: test_state_model.
     """
     report, found = merge_and_load(built / "p09", tmp_path / "out")
     expected = reference(Layered())

@@ -18,7 +18,7 @@ ODD = "w t/run_lr=[1e-3, 2e-3]_é*/epoch=0-step=10.ckpt"
 def test_p53_a_file_url_is_the_plain_path(built: Path, tmp_path: Path) -> None:
     """gcs-connector-for-pytorch#144, pytorch-lightning#19802.
 
-    Left out: save_state.
+    save_state: test_state_model.
     """
     result = run("merge", f"file://{built / 'p22/pytorch_model_fsdp_0'}", "out", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -82,7 +82,7 @@ def test_p54_hints_can_be_pasted_into_a_shell(built: Path, tmp_path: Path) -> No
 def test_p56_buffers_that_are_not_saved_are_not_invented(variant: str, built: Path, tmp_path: Path) -> None:
     """LlamaFactory#10820, lmms-engine#185, transformers#45902: np_buf is in no checkpoint, and in no merged file.
 
-    Left out: load_state, which has to warn, and validate.
+    Left out: validate. load_state, which has to warn: test_state_model.
     """
     assert "np_buf" in dict(Buffers().named_buffers())
     report, found = merge_and_load(built / "p01" / variant, tmp_path / "out")

@@ -64,7 +64,7 @@ def test_p47_code_in_a_pickle_is_refused_by_name(
 ) -> None:
     """pytorch/pytorch#189308: looking at a downloaded checkpoint must not run what is in it.
 
-    Left out: validate, convert, load_state.
+    Left out: validate, convert. load_state: test_state_model.
     """
     folder, mark = tmp_path / "ck", tmp_path / "MARK"
     place(folder, built, Touch(mark))

@@ -1,6 +1,6 @@
 """Cases of themes 7 and 8 that inspect shows: optimizers, data loaders, random states, old layouts.
 
-The load_state and convert halves of P34, P37, P40, P42 and P44 belong to those commands.
+The load_state halves are in test_state_resume; those of convert (P34, P37, P44) belong to that command.
 """
 
 from __future__ import annotations

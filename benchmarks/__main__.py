@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import report, state
 from benchmarks.budgets import judge
 from benchmarks.cases import CASES, Settings
 from benchmarks.compare import compare
@@ -17,11 +17,13 @@ from benchmarks.measure import CommandFailedError
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.units import format_size, parse_size
 
+_NAMES = [*CASES, *state.KINDS]
+
 
 def main() -> int:
     """Run the chosen cases and report; 0 when every command ran, 1 when one failed, 2 for a wrong command line."""
     args = _parser().parse_args()
-    names = [name for name in CASES if name in (args.only or CASES)]
+    names = [name for name in _NAMES if name in (args.only or _NAMES)]
     # The large checkpoint of the memory case and its merged copy are the most that lies there at one time.
     free_bytes, need_bytes = shutil.disk_usage(args.work).free, 5 * args.size
     if free_bytes < need_bytes:
@@ -36,9 +38,12 @@ def main() -> int:
         results = {}
         try:
             for name in names:
-                results[name] = compare(CASES[name](settings), log=work / "log", tell=_tell)
+                if name in state.KINDS:
+                    results[name] = state.play(name, settings, tell=_tell)
+                else:
+                    results[name] = compare(CASES[name](settings), log=work / "log", tell=_tell)
         except CommandFailedError as error:
-            _tell(f"cannot make the input: {error}")
+            _tell(f"{error}")
             return 1
     budgets = judge(results, settings.chunks)
     if args.json:
@@ -53,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure fsdp-ckpt beside cp and others.")
     parser.add_argument("--size", type=_size, default="2GB", help="size of the generated checkpoint (default: 2GB)")
     parser.add_argument("--rounds", type=_positive, default=5, help="counted rounds of each case (default: 5)")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), help="cases to run (default: all)")
+    parser.add_argument("--only", nargs="+", choices=_NAMES, help="cases to run (default: all)")
     parser.add_argument(
         "--chunks",
         type=_positive,

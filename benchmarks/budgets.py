@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import cases
+from benchmarks import cases, state
 from benchmarks.compare import Comparison
 from benchmarks.measure import Series
 from benchmarks.synthetic import Synthetic
@@ -35,7 +35,7 @@ class Budget:
 
 
 def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Budget, ...]:
-    """Return every budget that concerns inspect and merge, in a fixed order.
+    """Return every budget, in a fixed order.
 
     Args:
         results: Comparisons by the name of their case; cases that did not run may be absent.
@@ -58,6 +58,7 @@ def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Bud
         _at_most("`--dtype bfloat16 --no-fsync` against `cp`", _ratio(cast, cases.CAST_NO_FSYNC, cp), 1.5, 1.1),
         _at_most("Peak RSS of any merge", _most_rss([merge, cast, memory]), 128e6, 48e6, format_size),
         _at_most("Peak RSS of a merge, large against small", _rss_growth(memory), 1.05, 1.0),
+        *_state_budgets([results.get(name) for name in state.KINDS]),
         Budget(
             what="`merge` of a checkpoint that we saved, on XFS or btrfs",
             must="no data copied",
@@ -65,6 +66,24 @@ def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Bud
             measured=f"{_NOT_MEASURED}: needs such a file system and a checkpoint that we saved",
         ),
     )
+
+
+def _state_budgets(comparisons: Sequence[Comparison | None]) -> list[Budget]:
+    """Judge saving and loading by the worse of the wrappers."""
+    found = [comparison for comparison in comparisons if comparison]
+    ours = [series for one in found for series in one.series if not series.name.startswith("Accelerate")]
+    export = [series for series in ours if series.name in (state.GET_STATE_DICT, state.SAVE_MODEL)]
+    moving = [series for series in ours if series not in export]
+    saves = [value for one in found if (value := one.ratio(state.SAVE, state.SAVE_ACCELERATE)) is not None]
+    loads = [value for one in found if (value := one.ratio(state.LOAD_ACCELERATE, state.LOAD)) is not None]
+    memory = max((series.rss_bytes for series in moving), default=None)
+    exporting = max((series.rss_bytes for series in export), default=None)
+    return [
+        _at_most("Memory beyond the state, `save_state` and `load_state`, a rank", memory, 128e6, None, format_size),
+        _at_most("The same, `get_state_dict` and `save_model`", exporting, 128e6, None, format_size),
+        _at_most("`save_state`, durable, against Accelerate's save", max(saves, default=None), 0.8, 0.4),
+        _at_least("Accelerate's load against `load_state`", min(loads, default=None), 2, 4),
+    ]
 
 
 def _inspect_budgets(scale: Comparison | None, chunks: int) -> list[Budget]:

@@ -27,12 +27,14 @@ class Comparison:
         payload_bytes: Bytes of tensors that each command moves; 0 when none.
         series: One per command, in order.
         ratios: As the case asked for them.
+        memory: What the memory of its samples is.
     """
 
     title: str
     payload_bytes: int
     series: tuple[Series, ...]
     ratios: tuple[Ratio, ...]
+    memory: str = "peak RSS"
 
     def find(self, name: str) -> Series | None:
         """Return the series of the command, or None when it was not measured or failed."""

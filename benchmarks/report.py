@@ -12,7 +12,7 @@ from benchmarks.machine import Machine
 from benchmarks.measure import Series
 from fsdp_ckpt.units import format_size
 
-_COLUMNS = ("command", "wall", "best", "CPU", "peak RSS", "rate")
+_COLUMNS = ("command", "wall", "best", "CPU", "{memory}", "rate")
 _BUDGET_COLUMNS = ("budget", "must", "aim", "measured", "of must", "")
 
 _INTRODUCTION = """\
@@ -41,6 +41,10 @@ _READING = """\
 - Inputs are in the page cache, as just after saving. CPU is user + system time, the median. Peak RSS is the largest of
   all rounds and processes; below about 9 MB it is the measuring process's own.
 - The rate is tensor bytes read from the source per second of median wall time.
+- Saving and loading are measured within a running job of two ranks, ours and Accelerate's in turns: the slowest rank's
+  time, both ranks' CPU, and "extra memory": the peak of any rank and round beyond what the rank held before and what
+  is loaded or returned. `save_state` is durable, Accelerate's is not; `load_state` compares checksums, Accelerate's
+  does not.
 - `fsdp-ckpt merge` is durable by default: files and folders are fsynced before it returns. `cp`, Accelerate and torch's
   converter do not sync; `--no-fsync` is the like-for-like of those.
 """
@@ -126,7 +130,8 @@ def _series_table(comparison: Comparison) -> list[tuple[str, ...]]:
         times = (_time(series.wall_s), _time(series.best_wall_s), _time(series.cpu_s))
         rate = f"{comparison.payload_bytes / series.wall_s / 1e9:.2f} GB/s"
         rows.append((series.name, *times, format_size(series.rss_bytes), rate))
-    return [row if comparison.payload_bytes else row[:-1] for row in (_COLUMNS, *rows)]
+    head = tuple(column.format(memory=comparison.memory) for column in _COLUMNS)
+    return [row if comparison.payload_bytes else row[:-1] for row in (head, *rows)]
 
 
 def _problem(series: Series) -> str | None:

@@ -258,7 +258,8 @@ def test_a_reader_sees_the_old_or_the_new(tmp_path: Path) -> None:
         while writer.poll() is None:
             with open(out / "model.safetensors", "rb") as file:
                 inodes.add(os.fstat(file.fileno()).st_ino)
-            assert tensors(out) == expected
+            # By its path: a listing of the folder that is just being replaced may come out empty.
+            assert tensors(out / "model.safetensors") == expected
             looks += 1
     assert writer.returncode == 0
     assert len(inodes) >= 3

@@ -70,6 +70,8 @@ class FsdpCkptError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # Python prints notes below an uncaught error
 
     def __str__(self) -> str:
         return self.message

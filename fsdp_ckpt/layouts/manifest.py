@@ -92,7 +92,7 @@ def write_manifest(manifest: Manifest) -> bytes:
     fields = asdict(manifest)
     files = {path: {"bytes": size, "crc32": crc} for path, (size, crc) in sorted(fields.pop("files").items())}
     data = {"format": _FORMAT, **fields, "files": files}
-    return (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "surrogatepass")
+    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
 def read_manifest(folder: Folder) -> Manifest | None:

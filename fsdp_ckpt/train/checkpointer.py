@@ -14,14 +14,17 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from fsdp_ckpt.errors import ChecksumMismatch, IncompleteCheckpoint, MalformedFile, UnknownLayout, UsageError
+from fsdp_ckpt.layouts.composite import looks_composite
+from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
+from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.store.publish import remove_leftovers
 from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks
 from fsdp_ckpt.train.load import LoadReport, load_state
 from fsdp_ckpt.train.ranks import Ranks
-from fsdp_ckpt.train.save import SaveReport, StateDictType, save_state
+from fsdp_ckpt.train.save import SaveReport, StateDictType, save_state, whole_step
 
 __all__ = ["Checkpointer"]
 
@@ -45,6 +48,7 @@ class Checkpointer:
         keep: Number of checkpoints to keep; None for all.
         rng: Save and restore random states.
         state_dict_type: As for ``save_state``.
+        durable: As for ``save_state``.
         hooks: As for ``save_state``.
         process_group: As for ``save_state``.
 
@@ -73,6 +77,7 @@ class Checkpointer:
         keep: int | None = None,
         rng: bool = True,
         state_dict_type: StateDictType = "SHARDED_STATE_DICT",
+        durable: bool = True,
         hooks: Sequence[Hooks] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -85,6 +90,13 @@ class Checkpointer:
             "objects": objects, "hooks": hooks, "process_group": process_group, "rng": rng,
         }  # fmt: skip
         self._type: StateDictType = state_dict_type
+        self._durable = durable
+
+    def __repr__(self) -> str:
+        """Show folder and newest step."""
+        steps = [step for step, _ in list_checkpoints(self.folder)] if self.folder.is_dir() else []
+        newest = f"newest step {steps[0]}" if steps else "empty"
+        return f"Checkpointer({str(self.folder)!r}, {newest}, keep={self.keep})"
 
     def __enter__(self) -> Self:
         return self
@@ -111,12 +123,21 @@ class Checkpointer:
         Raises:
             As ``save_state``.
         """
-        if step < 0:
+        number = whole_step(step)
+        if number is None or number < 0:
             raise UsageError(f"step {step}: steps count from 0")
-        report = save_state(self.path(step), step=step, values=values, state_dict_type=self._type, **self._state)
+        step = number
+        report = save_state(
+            self.path(step),
+            step=step,
+            values=values,
+            state_dict_type=self._type,
+            durable=self._durable,
+            **self._state,
+        )
         if self.keep is not None:
             ranks = Ranks(self._state["process_group"])
-            ranks.from_first(lambda: self._prune(step), f"removing old checkpoints in {self.folder}")
+            ranks.from_first(lambda: self._prune_quietly(step), f"removing old checkpoints in {self.folder}")
         return report
 
     def resume(self, *, strict: bool = True, **options: Any) -> LoadReport | None:
@@ -149,11 +170,31 @@ class Checkpointer:
                 continue
             return replace(report, warnings=[*(f"passed over {text}" for text in passed), *report.warnings])
         if passed:
-            raise IncompleteCheckpoint(f"`{self.folder}` holds no checkpoint that can be used: {'; '.join(passed)}")
+            raise IncompleteCheckpoint(
+                f"`{self.folder}` holds no checkpoint that can be used: {'; '.join(passed)}",
+                hint=f"fsdp-ckpt inspect {found[0]}; to begin anew, use another folder",
+            )
+        if ranks.is_first:
+            _log.info("nothing to resume in %s", self.folder.absolute())
         return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        return list_checkpoints(self.folder) if self.folder.is_dir() else []
+        if not self.folder.is_dir():
+            return []
+        folder = Folder(LocalStore(self.folder))
+        if looks_composite(folder) or looks_like_dcp(folder):
+            raise UsageError(
+                f"`{self.folder}` is a checkpoint, not the folder of a run",
+                hint=f"Checkpointer({str(self.folder.parent)!r}, …), or load_state({str(self.folder)!r}, …)",
+            )
+        return list_checkpoints(self.folder)
+
+    def _prune_quietly(self, step: int) -> None:
+        """Prune; what cannot be removed stays for the next time, as the checkpoint that was just saved is whole."""
+        try:
+            self._prune(step)
+        except OSError as error:
+            _log.warning("could not remove old checkpoints in %s: %s", self.folder, error)
 
     def _prune(self, step: int) -> None:
         """Remove the oldest of our checkpoints up to a step, each in one move, so that no half of one is seen."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from fsdp_ckpt.errors import DestinationExists, UsageError
-from fsdp_ckpt.layouts.composite import looks_composite
+from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.store.publish import is_staging
 
-__all__ = ["check_replaceable", "local_path"]
+__all__ = ["check_replaceable", "check_replaceable_model", "is_part_name", "local_path"]
 
 
 _STEMS = (
@@ -19,6 +20,12 @@ _STEMS = (
     "custom_checkpoint_",
 )  # fmt: skip
 """What the names of parts begin with, see accelerate/utils/constants.py."""
+
+_HUB = re.compile(r"README\.md|\.gitattributes|LICENSE(\.\w+)?")
+"""What the Hub puts beside them."""
+
+_WEIGHTS = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin)(\.index\.json)?")
+"""Weights in a model folder, and their index."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -28,6 +35,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         UsageError: It is a URL; pathlib would make a local folder called ``gs:`` of it.
     """
     text = os.fspath(path).removeprefix("file://")
+    if not text:
+        raise UsageError("the path is empty")
     if "://" in text:
         raise UsageError(f"`{text}` is no local path", hint="save to a local or mounted folder")
     return Path(text)
@@ -59,6 +68,32 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
         )
 
 
+def check_replaceable_model(destination: Path, *, overwrite: bool) -> None:
+    """Make sure that nothing but a model folder, or nothing at all, would be replaced.
+
+    Raises:
+        DestinationExists: Something else is there, or ``overwrite`` is off.
+    """
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if not destination.is_dir():
+        raise DestinationExists(f"`{destination}` is a file", hint="save to a folder")
+    names = _names(Folder(LocalStore(destination)))
+    if names and not overwrite:
+        raise DestinationExists(f"`{destination}` is not empty", hint="pass overwrite=True, or another folder")
+    stranger = next((name for name in names if not _is_model_file(destination / name)), None)
+    if stranger is not None:
+        raise DestinationExists(
+            f"`{destination}` holds `{stranger}`, which is no part of a model folder: it will not be replaced",
+            hint=f"save to a folder of its own, such as {destination / 'model'}",
+        )
+
+
+def _is_model_file(path: Path) -> bool:
+    is_known = SIDE_FILES.fullmatch(path.name) or _WEIGHTS.fullmatch(path.name) or _HUB.fullmatch(path.name)
+    return is_known is not None and path.is_file() and not path.is_symlink()
+
+
 def _stranger(folder: Folder) -> str | None:
     """Return a name in the folder that saving there would destroy for good; None when there is none."""
     names = _names(folder)
@@ -70,7 +105,7 @@ def _stranger(folder: Folder) -> str | None:
         return next((name for name in names if name not in known), None)
     if not looks_composite(folder):
         return names[0]
-    return next((name for name in names if not _is_part(name)), None)
+    return next((name for name in names if not is_part_name(name)), None)
 
 
 def _names(folder: Folder) -> list[str]:
@@ -79,5 +114,6 @@ def _names(folder: Folder) -> list[str]:
     return [name for name in (*folder.files, *folder.folders, *sorted(others)) if not is_staging(name)]
 
 
-def _is_part(name: str) -> bool:
+def is_part_name(name: str) -> bool:
+    """Tell whether a name in a checkpoint is that of a model, an optimizer or the like."""
     return name.startswith(_STEMS)

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from fsdp_ckpt.catalog import TensorEntry
 from fsdp_ckpt.codec.safetensors import plan_header
-from fsdp_ckpt.errors import DestinationExists
 from fsdp_ckpt.plan.merge import OutputFile, OutputTensor, split_files
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 from fsdp_ckpt.store.syscalls import write_all
-from fsdp_ckpt.train.destination import local_path
+from fsdp_ckpt.train.destination import check_replaceable_model, local_path
 from fsdp_ckpt.train.full import open_new, write_tensor
 from fsdp_ckpt.train.gather import Described, describe, gather_tensors
 from fsdp_ckpt.train.live import dtype_of
 from fsdp_ckpt.train.modules import collect_model, refuse_meta
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.subjects import refuse_state_dict
 from fsdp_ckpt.units import parse_size
 
 __all__ = ["ModelReport", "get_state_dict", "save_model"]
@@ -56,6 +56,7 @@ def get_state_dict(model: nn.Module, *, process_group: dist.ProcessGroup | None 
     doing = "get_state_dict"
     result: dict[str, Any] = {}
     with ranks.together(doing):
+        refuse_state_dict(model)
         live = collect_model(model, ranks)
         refuse_meta(live, "load or initialize it first")
 
@@ -109,20 +110,22 @@ def save_model(
         model: Wrapped by FSDP1, FSDP2, DDP, tensor-parallel, or plain.
         out: The folder to make, on a file system that all ranks see.
         max_shard_size: Largest file, ``"5GB"`` (10^9) or ``"5GiB"`` (2^30), or bytes.
-        overwrite: Replace a folder with content, in one step.
+        overwrite: Replace a model folder, in one step. Any other folder with content is never replaced.
         process_group: The ranks that hold the model; None for all.
 
     Returns:
         What was written, on every rank.
 
     Raises:
-        DestinationExists: ``out`` has content and ``overwrite`` is off.
+        DestinationExists: ``out`` has content and ``overwrite`` is off, or holds something that is no part of a model.
         RankFailed: A rank failed; nothing is left at ``out``.
     """
     ranks = Ranks(process_group)
+    ranks.refuse_strangers()
     doing = f"saving the model to {out}"
     with ranks.together(doing):
         target = local_path(out)
+        refuse_state_dict(model)
         live = collect_model(model, ranks)
         refuse_meta(live, "load or initialize it first")
         limit = parse_size(max_shard_size)
@@ -132,8 +135,7 @@ def save_model(
 
     def begin() -> str:
         destination = resolve_destination(target)
-        if destination.exists() and not overwrite and (not destination.is_dir() or any(destination.iterdir())):
-            raise DestinationExists(f"`{destination}` is not empty", hint="pass overwrite=True, or another folder")
+        check_replaceable_model(destination, overwrite=overwrite)
         staging.append(Staging(destination, os.urandom(8).hex(), overwrite=overwrite))
         return str(staging[0].path)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fsdp_ckpt.codec.nested_archive import check_plain, lay_out_nested
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, ZipLayout, seal_archive
-from fsdp_ckpt.errors import Incompatible
+from fsdp_ckpt.errors import Incompatible, MalformedFile
+from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.run.checksum import checksum_range, crc32
 from fsdp_ckpt.store.publish import current_umask
@@ -69,11 +70,7 @@ def write_full(
     with ranks.together(doing):
         for place, value in values.items():
             check_plain(value)
-            if isinstance(value, dict) and place[:1] == ("state",):
-                raise Incompatible(
-                    f"`{'.'.join(map(str, place))}` is a dictionary, which a full state dict cannot tell from state",
-                    hint="use SHARDED_STATE_DICT",
-                )
+            _refuse_changed(place, value)
     by_name = {_dotted(place): tensor for place, tensor in tensors.items()}
     places: dict[str, KeyPath] = {}
     known: dict[KeyPath, Any] = {}
@@ -81,7 +78,7 @@ def write_full(
         places |= {_dotted(place): place for place in their_places}
         known = {**their_values, **known}
     renamed = {name: _renamed(tensor, name) for name, tensor in by_name.items()}
-    described = describe(renamed, ranks, doing)
+    described = describe(renamed, ranks, doing, show=lambda name: ".".join(map(str, places[name])))
     writer: list[_Writer] = []
     with ranks.together(doing):
         if ranks.is_first:
@@ -97,6 +94,39 @@ def write_full(
     finally:
         for one in writer:
             one.close()
+
+
+def _refuse_changed(place: KeyPath, value: Any) -> None:
+    """Make sure that a value comes back as it is: readers take dictionaries apart, and lists of them.
+
+    Raises:
+        Incompatible: It would come back as something else.
+    """
+    what = f"`{'.'.join(map(str, place))}`"
+    outer = nest({place: value})
+    try:
+        leaves = flatten(outer, where=what)
+    except MalformedFile as error:
+        raise Incompatible(f"a full state dict cannot hold {error.message}", hint="use SHARDED_STATE_DICT") from None
+    is_state = place[:1] == ("state",)  # a dictionary there cannot be told from state
+    keys = {".".join(map(str, path)) for path, _ in leaves}
+    if len(keys) < len(leaves) or not _alike(nest(dict(leaves)), outer) or (is_state and leaves[0][0] != place):
+        raise Incompatible(
+            f"{what} is a {type(value).__name__} that a full state dict does not give back as it was",
+            hint="use SHARDED_STATE_DICT, or let its dictionaries have texts without dots as keys",
+        )
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Tell whether two values are nested in the same way and hold the very same leaves."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        keys = list(zip(first, second, strict=False))
+        return len(first) == len(second) and all(
+            type(a) is type(b) and a == b and _alike(first[a], second[b]) for a, b in keys
+        )
+    if type(first) is list and type(second) is list:
+        return len(first) == len(second) and all(map(_alike, first, second))
+    return first is second
 
 
 def _dotted(place: KeyPath) -> str:

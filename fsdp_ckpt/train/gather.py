@@ -6,7 +6,7 @@ what it keeps, and ranks that hold nothing of a tensor do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
 from fsdp_ckpt.plan.boxes import Box, check_coverage
-from fsdp_ckpt.train.live import LiveTensor
+from fsdp_ckpt.train.live import LiveTensor, dtype_of
+from fsdp_ckpt.train.memory import checksum_of
 from fsdp_ckpt.train.ranks import Ranks
 
 __all__ = ["Described", "describe", "gather_tensors"]
@@ -45,40 +46,84 @@ class Described:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def describe(tensors: Mapping[str, LiveTensor], ranks: Ranks, doing: str) -> list[Described]:
+def describe(
+    tensors: Mapping[str, LiveTensor], ranks: Ranks, doing: str, *, show: Callable[[str], str] = str
+) -> list[Described]:
     """Return what the ranks hold between them, the same list on all of them. A collective.
 
+    Args:
+        tensors: What this rank holds.
+        ranks: The ranks.
+        doing: For messages.
+        show: Returns a tensor's name for messages.
+
     Raises:
-        Incompatible: Ranks disagree about a dtype or shape.
+        Incompatible: Ranks disagree about a dtype or shape, or hold different values of one box.
         CorruptCheckpoint: Their boxes do not tile a tensor.
     """
     mine = [
-        (tensor.name, tensor.shape, tensor.dtype, tuple(tensor.aliases), [piece.box for piece in tensor.pieces])
+        (
+            tensor.name,
+            tensor.shape,
+            tensor.dtype,
+            tuple(tensor.aliases),
+            [piece.box for piece in tensor.pieces],
+            tensor.writes,
+        )
         for tensor in tensors.values()
     ]
     found: dict[str, Described] = {}
     sources: dict[str, dict[Box, int]] = {}
+    writers: dict[tuple[str, Box], int] = {}
     for rank, rows in enumerate(ranks.gather_all(mine, doing)):
-        for name, shape, dtype, aliases, boxes in rows:
+        for name, shape, dtype, aliases, boxes, writes in rows:
             known = found.setdefault(name, Described(name=name, shape=shape, dtype=dtype, aliases=aliases, boxes=()))
             if (known.shape, known.dtype) != (shape, dtype):
                 raise Incompatible(
-                    f"`{name}` is {dtype} {shape} on rank {rank}, {known.dtype} {known.shape} on another"
+                    f"`{show(name)}` is {dtype} {shape} on rank {rank}, {known.dtype} {known.shape} on another"
                 )
             for box in boxes:
                 if 0 not in box[1]:
                     sources.setdefault(name, {}).setdefault(box, rank)
+                    writers[name, box] = writers.get((name, box), 0) + int(writes)
+    contested = {place for place, count in writers.items() if count > 1}
+    if contested:
+        _refuse_different(tensors, contested, ranks, doing, show)
     result = []
     for name, tensor in found.items():
         owners = sources.get(name, {})
         if not check_coverage(tensor.shape, list(owners)).is_exact:
-            raise CorruptCheckpoint(f"the ranks do not hold all of `{name}` {tensor.shape} between them")
+            raise CorruptCheckpoint(f"the ranks do not hold all of `{show(name)}` {tensor.shape} between them")
         result.append(
             Described(
                 name=name, shape=tensor.shape, dtype=tensor.dtype, aliases=tensor.aliases, boxes=sorted(owners.items())
             )
         )
     return result
+
+
+def _refuse_different(
+    tensors: Mapping[str, LiveTensor],
+    contested: Collection[tuple[str, Box]],
+    ranks: Ranks,
+    doing: str,
+    show: Callable[[str], str],
+) -> None:
+    """Compare boxes that several ranks would store: they know nothing of each other (meshes of their own)."""
+    mine: dict[tuple[str, Box], int] = {}
+    with ranks.together(doing):
+        for tensor in tensors.values():
+            for piece in tensor.pieces:
+                if tensor.writes and (tensor.name, piece.box) in contested:
+                    mine[tensor.name, piece.box] = checksum_of(piece.tensor, dtype_of(tensor.dtype, tensor.name))
+    known: dict[tuple[str, Box], int] = {}
+    for rank, theirs in enumerate(ranks.gather_all(mine, doing)):
+        for (name, box), crc in theirs.items():
+            if known.setdefault((name, box), crc) != crc:
+                raise Incompatible(
+                    f"rank {rank} holds `{show(name)}` at {box[0]} with other values than an earlier rank",
+                    hint="tensors that differ between ranks need names of their own",
+                )
 
 
 def gather_tensors(

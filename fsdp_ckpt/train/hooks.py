@@ -12,8 +12,9 @@ from typing import Any
 
 from fsdp_ckpt.errors import UsageError, Vetoed
 from fsdp_ckpt.layouts.manifest import MANIFEST
+from fsdp_ckpt.train.destination import is_part_name
 
-__all__ = ["Hooks", "LoadEvent", "SaveEvent"]
+__all__ = ["Hooks", "LoadEvent", "SaveEvent", "check_hooks"]
 
 
 @dataclass(kw_only=True)
@@ -71,16 +72,32 @@ class SaveEvent(_Event):
 
     def add_file(self, name: str, data: bytes) -> None:
         """Put a further file into the checkpoint; what the first rank adds counts."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise UsageError(f"the content of `{name}` is {type(data).__name__}, not bytes")
         if "/" in name or name.startswith(".") or not name:
             raise UsageError(f"`{name}` is no plain file name")
-        if name.endswith(".part") or name == MANIFEST or name.rpartition(".")[0] in self.parts:
-            raise UsageError(f"`{name}` is the name of something that save_state itself writes")
+        stem, _, ending = name.rpartition(".")
+        is_read = ending == "safetensors" or (is_part_name(name) and ending in ("bin", "pt", "pth", "pkl"))
+        if is_read or ending == "part" or name == MANIFEST or {name, stem} & set(self.parts):
+            raise UsageError(f"`{name}` is a name of something that save_state writes or load_state reads")
         self.files[name] = data
 
 
 @dataclass(kw_only=True)
 class LoadEvent(_Event):
     """A load that has been planned: nothing is checked in detail or changed yet."""
+
+
+def check_hooks(hooks: Any) -> None:
+    """Make sure that hooks are a list of instances.
+
+    Raises:
+        UsageError: They are not.
+    """
+    wrong = [hooks] if not isinstance(hooks, list | tuple) else [hook for hook in hooks if not isinstance(hook, Hooks)]
+    if wrong:
+        shown = wrong[0].__name__ if isinstance(wrong[0], type) else type(wrong[0]).__name__
+        raise UsageError(f"hooks= takes a list of instances of Hooks, not {shown}", hint=f"hooks=[{shown}()]")
 
 
 class Hooks:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_ckpt.train.hooks import Hooks, LoadEvent
+from fsdp_ckpt.train.hooks import Hooks, LoadEvent, check_hooks
 from fsdp_ckpt.train.load_plan import LoadJob, LoadOptions, LoadReport
 from fsdp_ckpt.train.locate import open_source
 from fsdp_ckpt.train.model_plan import Resize
@@ -111,12 +111,13 @@ def load_state(
             rng=bool(subjects.optimizers) if rng is None else rng,
             verify=verify,
         )
+        check_hooks(hooks)
     ranks.demand_same(target, "the path", doing)
     source = open_source(path, ranks, doing)
     with Reader(source.checkpoint) as reader:
         with ranks.together(doing):
             live = {name: collect_model(item, ranks) for name, item in subjects.models.items()}
-        ranks.demand_same(list(live), "the list of models", doing)
+        ranks.demand_same(subjects.names(), "what is to be loaded", doing)
         for one in live.values():
             settle(one, ranks, doing)
         with ranks.together(doing):

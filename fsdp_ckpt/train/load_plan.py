@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,7 @@ from fsdp_ckpt.train.small_parts import (
     plan_schedulers,
 )
 from fsdp_ckpt.train.subjects import Subjects, all_slots, models_of
+from fsdp_ckpt.units import format_size
 
 __all__ = ["LoadJob", "LoadOptions", "LoadReport"]
 
@@ -41,6 +44,7 @@ class LoadReport:
 
     Attributes:
         path: The checkpoint that was loaded; not the folder above it that may have been given.
+        loaded: Parts of it that were.
         step: Training step, where recorded.
         values: What ``save_state`` was given as ``values``.
         saved_world_size: Ranks that saved it, where that can be told.
@@ -68,6 +72,7 @@ class LoadReport:
     values: Mapping[str, Any]
     saved_world_size: int | None
     world_size: int
+    loaded: Sequence[str] = ()
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     cast: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +89,19 @@ class LoadReport:
     verified_bytes: int = 0
     unverified_bytes: int = 0
     elapsed_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Say it in a sentence, and what is out of the ordinary."""
+        step = "" if self.step is None else f" (step {self.step})"
+        size = format_size(self.read_bytes)
+        rows = [f"loaded {self.path}{step}: {', '.join(self.loaded) or 'nothing'}; {size} in {self.elapsed_s:.2f} s"]
+        for what in ("missing", "unexpected", "optimizer_fresh", "optimizer_unused", "unsaved_buffers", "left"):
+            names = getattr(self, what)
+            if names:
+                more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+                rows.append(f"  {what.replace('_', ' ')}: {', '.join(names[:6])}{more}")
+        rows += [f"  converted: {name} {text}" for name, text in list(self.cast.items())[:6]]
+        return "\n".join([*rows, *(f"  warning: {text}" for text in self.warnings)])
 
 
 @dataclass(kw_only=True)
@@ -129,8 +147,12 @@ class LoadJob:
         self._options = options
         self._live = live
         self._models: dict[str, ModelPlan] = {}
+        self._skipped: set[str] = set()
+        self._warnings: list[str] = []
         self._optimizers: dict[str, OptimizerPlan] = {}
         self.used: dict[str, str] = {}
+        self._refuse_idle_globs()
+        refuse_faults(source, [])
         manifest = source.manifest
         wanted = {} if "*" in options.exclude else live  # models may be given for the names of their parameters alone
         model_parts = source.match(Role.MODEL, manifest.models if manifest else None, wanted, "model") if wanted else {}
@@ -143,14 +165,32 @@ class LoadJob:
         for name, part in model_parts.items():
             self._claim(part, name)
             refuse_meta(live[name], "call model.to_empty(device=...) before load_state")
-            self._models[name] = plan_model(
+            plan = self._models[name] = plan_model(
                 live[name], part, include=options.include, exclude=options.exclude, resize=options.resize
             )
+            self._warnings += [
+                f"`{kept.name}` and `{other.name}` are tied here, but were saved with different values: those of "
+                f"`{other.name}` are not loaded"
+                for kept, other in plan.rivals
+                if reader.differ(kept, other)
+            ]
         for name, part in optimizer_parts.items():
             self._claim(part, name)
             self._optimizers[name] = self._plan_optimizer(subjects.optimizers[name], part)
         self._small = SmallPlan()
         self._plan_small(subjects)
+
+    def _refuse_idle_globs(self) -> None:
+        """A pattern that matches nothing is a slip, and would load nothing, or everything, without a word."""
+        names = [name for live in self._live.values() for name in (*live.names(), *live.extra)]
+        for what, globs in (("include", self._options.include), ("exclude", self._options.exclude)):
+            for glob in globs:
+                if glob != "*" and not any(fnmatch.fnmatchcase(name, glob) for name in names):
+                    close = difflib.get_close_matches(glob, names, n=1, cutoff=0.3)
+                    raise UsageError(
+                        f"{what} `{glob}` matches no name in the model",
+                        hint=f"a name that is close: {close[0]}" if close else None,
+                    )
 
     def _claim(self, part: Part, name: str) -> None:
         other = self.used.setdefault(part.name, name)
@@ -195,6 +235,8 @@ class LoadJob:
         if self._options.rng:
             plan_random_state(plan, source, self._ranks, reader)
         self.used |= {name: name for name, _ in plan.actions}
+        if self._options.rng and source.parts(Role.RNG):
+            self.used["random_states"] = "random_states"  # on all ranks, also on those that get none
 
     def check(self, event: LoadEvent) -> None:
         """Raise for everything that does not fit or is damaged; nothing is changed yet."""
@@ -229,6 +271,7 @@ class LoadJob:
 
     def apply(self, event: LoadEvent) -> None:
         """Load. Random states come last, as nothing may draw from them after that."""
+        self._skipped = event.skipped
         for part, name in self.used.items():
             if part in event.skipped:
                 continue
@@ -257,7 +300,14 @@ class LoadJob:
         """Return what was done."""
         fits = [plan.fit for plan in self._models.values()] + [plan.fit for plan in self._optimizers.values()]
         source, small = self._source, self._small
-        warnings = [*source.warnings, *small.warnings]
+        warnings = [*source.warnings, *self._warnings, *small.warnings]
+        forgotten = [
+            what
+            for what, role in (("scheduler=", Role.SCHEDULER), ("dataloader=", Role.DATALOADER))
+            if self._optimizers and source.parts(role) and not any(self._is_used(part) for part in source.parts(role))
+        ]
+        if forgotten:
+            warnings.append(f"saved, but not asked for: {' and '.join(forgotten)}")
         buffers = [name for live in self._live.values() for name in live.unsaved_buffers]
         broken = [
             name
@@ -277,7 +327,8 @@ class LoadJob:
         warnings += [text for plan in self._optimizers.values() for text in plan.kept_options]
         left = [part.name for part in source.checkpoint.parts if not self._is_used(part)]
         return LoadReport(
-            path=str(source.checkpoint.root),
+            path=source.path,
+            loaded=sorted(part for part in self.used if part not in self._skipped),
             step=source.step,
             values=dict(source.manifest.values) if source.manifest else {},
             saved_world_size=source.world_size,

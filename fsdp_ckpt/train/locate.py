@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
-from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint
+from fsdp_ckpt.errors import CheckpointNotFound, ChecksumMismatch, IncompleteCheckpoint
 from fsdp_ckpt.layouts.manifest import Manifest, Member, read_manifest
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.train.ranks import Ranks
 
 __all__ = ["Source", "by_rank", "open_source", "refuse_faults"]
+
+_log = logging.getLogger("fsdp_ckpt")
 
 _NUMBER = re.compile(r".*?_(\d+)(?:/.*)?")
 
@@ -27,12 +32,14 @@ class Source:
     Attributes:
         checkpoint: Its catalog.
         manifest: What it says about itself, where we wrote it.
-        warnings: What was chosen, and passed over, on the caller's behalf.
+        warnings: What was passed over on the caller's behalf.
+        path: Where it is: the folder, or the file that was given.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest | None
     warnings: Sequence[str]
+    path: str
 
     @property
     def world_size(self) -> int | None:
@@ -105,8 +112,15 @@ class Source:
         known = {stem, stem.removesuffix("_0")} if stem else set()
         part = next((part for part in parts if part.name in known), None)
         if part is None:
-            saved = ", ".join(f"`{member.name}`" for member in members) or "none"
-            raise CheckpointNotFound(f"the checkpoint has no {what} `{name}`; saved were: {saved}")
+            if not members:
+                raise CheckpointNotFound(
+                    f"the checkpoint holds no {what}: none was saved", hint=f"leave out {what}= to load the rest"
+                )
+            saved = ", ".join(f"`{member.name}`" for member in members)
+            raise CheckpointNotFound(
+                f"the checkpoint has no {what} `{name}`; saved were: {saved}",
+                hint="pass them as they were saved: a dictionary by these names, or a list in that order",
+            )
         return part
 
     def _missing(self, parts: list[Part], name: str, what: str) -> CheckpointNotFound:
@@ -133,18 +147,44 @@ def open_source(path: str | os.PathLike[str], ranks: Ranks, doing: str) -> Sourc
     kept: list[Checkpoint] = []
 
     def choose() -> tuple[str, list[str]]:
+        _check_index_files(Path(text.removeprefix("file://")))
         found = read_checkpoint(text)
         kept.append(found)
         warnings = [f"passed over: {value}" for name, value in found.facts if name == "passed over"]
         if found.chosen is not None and found.chosen != str(found.root):
-            warnings.append(f"`{text}` holds checkpoints; the newest complete one is taken: {found.root.name}")
+            _log.info("taking %s of %s", found.root.name, text)
         return (text if found.chosen is None else str(found.root)), warnings
 
     place, warnings = ranks.from_first(choose, doing)
     with ranks.together(doing):
         checkpoint = kept[0] if kept else read_checkpoint(place)
-        manifest = read_manifest(Folder(LocalStore(checkpoint.root)))
-    return Source(checkpoint=checkpoint, manifest=manifest, warnings=warnings)
+        is_file = Path(place.removeprefix("file://")).is_file()
+        manifest = None if is_file else read_manifest(Folder(LocalStore(checkpoint.root)))
+    return Source(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        warnings=warnings,
+        path=place if is_file else str(checkpoint.root),
+    )
+
+
+def _check_index_files(folder: Path) -> None:
+    """Compare the ``.metadata`` files of a checkpoint of ours with its manifest, before anybody tries to read them.
+
+    A flipped bit in a pickle can look like anything, also like an attack.
+
+    Raises:
+        ChecksumMismatch: One is damaged.
+    """
+    if not folder.is_dir():
+        return
+    below = Folder(LocalStore(folder))
+    manifest = read_manifest(below)
+    for path, (size, crc) in (manifest.files if manifest else {}).items():
+        if path.endswith(".metadata") and below.store.size(path) == size:
+            found = zlib.crc32(below.store.read(path, limit_bytes=size))
+            if found != int(crc, 16):
+                raise ChecksumMismatch(f"`{folder}`: {path} is damaged: its CRC-32 is {found:08x}, {crc} was recorded")
 
 
 def refuse_faults(source: Source, parts: Iterable[Part]) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fsdp_ckpt.catalog import DType
 from fsdp_ckpt.plan.boxes import bands
-from fsdp_ckpt.run.checksum import BLOCK_BYTES
+from fsdp_ckpt.run.checksum import BLOCK_BYTES, crc32
 from fsdp_ckpt.run.gather import storage_dtype
 
-__all__ = ["STAGE_BYTES", "bits_of", "byte_blocks", "is_plain_memory", "tensor_of_bits"]
+__all__ = ["STAGE_BYTES", "bits_of", "byte_blocks", "checksum_of", "is_plain_memory", "tensor_of_bits"]
 
 STAGE_BYTES = 16 << 20
 """Size of the buffer through which bytes pass that do not lie in the CPU's memory as they are stored."""
@@ -60,6 +60,14 @@ def byte_blocks(tensor: Tensor, dtype: DType) -> Iterator[memoryview]:
         part = stage[: view.numel() * dtype.itemsize].view(tensor.dtype).view(lengths)
         part.copy_(view)
         yield from _cut(bits_of(part, dtype))
+
+
+def checksum_of(tensor: Tensor, dtype: DType) -> int:
+    """Return the CRC-32 of a tensor's elements in row-major order."""
+    crc = 0
+    for block in byte_blocks(tensor, dtype):
+        crc = crc32(block, crc)
+    return crc
 
 
 def _cut(bits: np.ndarray[Any, np.dtype[Any]]) -> Iterator[memoryview]:

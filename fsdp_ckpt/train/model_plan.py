@@ -92,7 +92,7 @@ class Fit:
         if strict and (self.missing or self.unexpected) and not self.mismatched and not self.wrong_kind:
             hint = "pass strict=False to load what fits, and look at the report for the rest"
         elif self.mismatched and not self.wrong_kind:
-            hint = 'pass resize="grow" when rows were added here (or "truncate" to drop what no longer fits)'
+            hint = self._resize_hint()
         raise StateMismatch(
             f"the checkpoint does not fit {what}: {'; '.join(rows)}; nothing was changed",
             missing=self.missing if strict else (),
@@ -100,6 +100,15 @@ class Fit:
             mismatched=[*self.mismatched, *self.wrong_kind],
             hint=hint,
         )
+
+    def _resize_hint(self) -> str:
+        pairs = self.mismatched.values()
+        if any(len(saved) != len(live) for saved, live in pairs):
+            names = ", ".join(repr(name) for name in list(self.mismatched)[:_SHOWN])
+            return f"leave them as they are: exclude=[{names}]"
+        if all(a <= b for saved, live in pairs for a, b in zip(saved, live, strict=True)):
+            return 'rows that are new here can stay as they are: pass resize="grow"'
+        return 'to drop what does not fit here, pass resize="truncate"'
 
 
 def _join(items: Sequence[str]) -> str:
@@ -122,6 +131,7 @@ class ModelPlan:
         renamed: Live name by saved name, where wrappers were stripped.
         dtypes: Saved dtype of each parameter, by live name.
         left: Live names that a filter left alone.
+        rivals: Pairs of saved tensors for one live tensor (tied weights that were saved twice); the first is loaded.
     """
 
     fills: list[tuple[TensorEntry, Sequence[Piece]]] = field(default_factory=list)
@@ -130,6 +140,7 @@ class ModelPlan:
     renamed: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    rivals: list[tuple[TensorEntry, TensorEntry]] = field(default_factory=list)
 
 
 def plan_model(
@@ -170,10 +181,12 @@ def plan_model(
         if keep.match(name) is None:
             plan.left.append(name)
             continue
-        found = next((saved[other] for other in (name, *tensor.aliases) if other in saved), None)
-        if found is None:
+        stored = [saved[other] for other in (name, *tensor.aliases) if other in saved]
+        if not stored:
             plan.fit.missing.append(name)
             continue
+        found = stored[0]
+        plan.rivals += [(found, other) for other in stored[1:]]
         plan.dtypes[name] = found.dtype.name
         if plan.fit.compare(found, name, tensor.shape, dtype_of(tensor.dtype, name).name, resize):
             plan.fills.append((found, tensor.pieces))

@@ -19,7 +19,7 @@ from fsdp_ckpt.train.flat_params import FlatUnit, find_units, has_fsdp1
 from fsdp_ckpt.train.live import LiveTensor, ParamSlot, Piece, Span, dtensor_pieces, plain, takes_turn, whole
 from fsdp_ckpt.train.ranks import Ranks
 
-__all__ = ["LiveModel", "collect_model", "refuse_meta", "settle"]
+__all__ = ["LiveModel", "collect_model", "is_sharded", "refuse_meta", "settle"]
 
 
 @dataclass(kw_only=True)
@@ -70,6 +70,11 @@ class LiveModel:
             self.module.load_state_dict(self.copies, strict=False)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether ranks may hold shards of a module."""
+    return has_fsdp1(model) or any(isinstance(value, DTensor) for value in (*model.parameters(), *model.buffers()))
+
+
 def collect_model(model: nn.Module, ranks: Ranks) -> LiveModel:
     """Find out what this rank holds of a model. Nothing is copied, gathered or changed.
 
@@ -77,7 +82,8 @@ def collect_model(model: nn.Module, ranks: Ranks) -> LiveModel:
         Incompatible: A tensor that cannot be stored: a pending reduction, a quantised dtype.
     """
     kind = "plain"
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):  # torch.compile, in any order
+    # torch.compile, in any order; FSDP1 and checkpoint_wrapper hand out the attributes of what they wrap as theirs
+    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         if isinstance(model, DistributedDataParallel):
             kind = "DDP"
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]

@@ -108,11 +108,7 @@ class OptimizerPlan:
             self.optimizer.state.pop(param, None)
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             for option, value in options.items():
-                live = group.get(option)
-                if isinstance(live, Tensor):
-                    live.fill_(value)
-                else:
-                    group[option] = value.item() if isinstance(value, Tensor) and live is not None else value
+                group[option] = _option(group.get(option), value)
         # Optimizers add what options and state of older versions lack (Optimizer.load_state_dict ends in this, too).
         self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
@@ -158,6 +154,16 @@ def check_class(optimizer: torch.optim.Optimizer, saved: str) -> None:
             f"the saved optimizer is a {saved}, this one a {live}, which keeps other state",
             hint=f"build a torch.optim.{saved}, or leave out optimizer= to load the model alone",
         )
+
+
+def _option(live: Any, value: Any) -> Any:
+    """Return an option to set: a tensor is kept and filled, as captured graphs refer to it; a number stays one."""
+    single = isinstance(value, float | int) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(live, Tensor) and single:
+        return live.fill_(value if not isinstance(value, Tensor) else value.item())
+    if isinstance(live, Tensor) and isinstance(value, Tensor):
+        return live.copy_(value) if live.shape == value.shape else value.to(live.device)
+    return value.item() if isinstance(value, Tensor) and isinstance(live, float | int) and single else value
 
 
 def _moved(value: Any, device: torch.device) -> Any:

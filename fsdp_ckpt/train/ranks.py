@@ -7,6 +7,7 @@ takes part in the next exchange, and says so.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -46,6 +47,21 @@ class Ranks:
         if self.rank < 0:
             raise UsageError("this process is not in the process group that was given")
 
+    def refuse_strangers(self) -> None:
+        """Make sure that this process knows of the others that were started with it, before it writes anything.
+
+        Raises:
+            UsageError: torchrun started several, and torch.distributed is not set up: each would save by itself.
+        """
+        started = os.environ.get("WORLD_SIZE", "1")
+        together = dist.is_available() and dist.is_initialized()
+        if not together and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
+            raise UsageError(
+                f"this process was started as one of {started} (WORLD_SIZE), but torch.distributed is not initialised: "
+                "every process would save by itself, to the same place",
+                hint="call torch.distributed.init_process_group() first",
+            )
+
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that decides and publishes."""
@@ -64,8 +80,12 @@ class Ranks:
         mine = None if error is None else _pack(error)
         found = self.gather_all(mine, doing)
         failed = {rank: failure for rank, failure in enumerate(found) if failure is not None}
-        if failed:
-            raise _unpack(failed, self.size, doing) from error
+        if not failed:
+            return
+        found_error = _unpack(failed, self.size, doing)
+        if type(error) is type(found_error) and str(error) == str(found_error):
+            raise error  # it tells all there is, and where it came from
+        raise found_error from error
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -183,11 +203,12 @@ def _pack(error: BaseException) -> Failure:
         if isinstance(error, UnsafePickle):
             packed |= {"name": error.name, "where": error.where}
         return packed
-    kind = "RankFailed"
+    kind, hint = "RankFailed", None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         kind = NotEnoughSpace.__name__
+        hint = "make room on that disk; checkpoints are removed after a save, so there must be room for one more"
     message = f"{type(error).__name__}: {_first_line(error)}"
-    return {"class": kind, "message": message, "hint": None, "foreseen": False}
+    return {"class": kind, "message": message, "hint": hint, "foreseen": False}
 
 
 def _first_line(error: BaseException) -> str:
@@ -199,7 +220,8 @@ def _unpack(failed: dict[int, Failure], size: int, doing: str) -> FsdpCkptError:
     first = next(iter(failed.values()))
     everywhere = len(failed) == size and all(failure == first for failure in failed.values())
     if everywhere:
-        text = first["message"] if first["foreseen"] else f"{doing} failed: {first['message']}"
+        ranks = f" on all {size} ranks" if size > 1 else ""
+        text = first["message"] if first["foreseen"] else f"{doing} failed{ranks}: {first['message']}"
     else:
         text = f"{doing} failed: {_list(failed)}"
     cls = getattr(errors, first["class"], RankFailed)

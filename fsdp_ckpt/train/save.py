@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import os
 import platform
 import time
@@ -21,14 +22,14 @@ from fsdp_ckpt.store.publish import Staging, resolve_destination
 from fsdp_ckpt.store.syscalls import fsync_folder, write_all
 from fsdp_ckpt.train.destination import check_replaceable, local_path
 from fsdp_ckpt.train.full import open_new
-from fsdp_ckpt.train.hooks import Hooks, SaveEvent
+from fsdp_ckpt.train.hooks import Hooks, SaveEvent, check_hooks
 from fsdp_ckpt.train.modules import collect_model, refuse_meta, settle
 from fsdp_ckpt.train.parts import unite_groups, write_part
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.save_plan import SaveJob
 from fsdp_ckpt.train.subjects import Subjects
 
-__all__ = ["SaveReport", "StateDictType", "save_state"]
+__all__ = ["SaveReport", "StateDictType", "save_state", "whole_step"]
 
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"]
 _TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")
@@ -119,12 +120,15 @@ def save_state(
     """
     begun = time.monotonic()
     ranks = Ranks(process_group)
+    ranks.refuse_strangers()
     target = os.fspath(path).removeprefix("file://")
     doing = f"saving {target}"
     with ranks.together(doing):
+        step = whole_step(step)
         if state_dict_type not in _TYPES:
             raise UsageError(f"state_dict_type {state_dict_type!r} is none of {', '.join(_TYPES)}")
         local_path(target)
+        check_hooks(hooks)
         subjects = Subjects.of(
             model=model, optimizer=optimizer, scheduler=scheduler, dataloader=dataloader, objects=objects, scaler=scaler
         )
@@ -132,7 +136,7 @@ def save_state(
         for one in live.values():
             refuse_meta(one, "load or initialize it before saving")
     ranks.demand_same((target, step, state_dict_type), "path, step or state_dict_type", doing)
-    ranks.demand_same(list(live), "the list of models", doing)
+    ranks.demand_same(subjects.names(), "what is to be saved", doing)
     for one in live.values():
         settle(one, ranks, doing)
     with ranks.together(doing):
@@ -164,6 +168,20 @@ def save_state(
 
 _Files = dict[str, tuple[int, str]]
 """Size and CRC-32 by path."""
+
+
+def whole_step(step: Any) -> int | None:
+    """Return a step as an integer; NumPy's and others are taken as well.
+
+    Raises:
+        UsageError: It is no whole number.
+    """
+    if step is None:
+        return None
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise UsageError(f"step must be a whole number, not {step!r:.40} ({type(step).__name__})") from None
 
 
 def _publish(job: SaveJob, target: Path, ranks: Ranks, *, overwrite: bool, durable: bool) -> dict[str, int]:

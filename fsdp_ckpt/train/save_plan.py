@@ -109,8 +109,9 @@ class SaveJob:
             values=dict(values),
         )
         try:
+            _check_keys(values)
             write_manifest(manifest)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"values: {error}", hint="give numbers, texts, lists and dictionaries; anything else goes to objects="
             ) from None
@@ -174,3 +175,15 @@ def _members(
             shared[part + ending] = encode(state, f"{type(item).__name__} `{name}`")
         members.append(Member(name=name, part=part, kind=type(item).__name__))
     return members
+
+
+def _check_keys(value: Any) -> None:
+    """JSON makes texts of other keys, without a word."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r:.40} is no text")
+            _check_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)

@@ -77,6 +77,12 @@ def plan_schedulers(
         state = part_value(parts[name], reader)
         if not isinstance(state, Mapping):
             raise MalformedFile(f"`{parts[name].name}` holds no scheduler state")
+        kinds = {member.part: member.kind for member in members or ()}
+        saved, live = kinds.get(parts[name].name), type(scheduler).__name__
+        if saved is not None and saved != live:
+            plan.warnings.append(
+                f"the saved scheduler is a {saved}, this one a {live}: its rates are its own from here on"
+            )
         optimizer = _optimizer_of(scheduler)
         sync = optimizer is not None and id(optimizer) not in loaded_optimizers
         plan.actions.append((parts[name].name, _scheduler_action(scheduler, state, optimizer if sync else None)))
@@ -168,7 +174,7 @@ def plan_random_state(plan: SmallPlan, source: Source, ranks: Ranks, reader: Rea
         what = (
             f"those without any ({', '.join(without)}) keep the streams that they have"
             if without
-            else f"ranks 0 to {ranks.size - 1} get theirs, those of the others are not used"
+            else f"each rank gets its own; those of ranks {ranks.size} to {count - 1} are not used"
         )
         plan.warnings.append(f"random states of {count} ranks were saved, now there are {ranks.size}: {what}")
     part = states.get(ranks.rank)
@@ -251,7 +257,7 @@ def _is_index(name: str, states: Mapping[str, Any]) -> bool:
 def _plan_single(plan: SmallPlan, source: Source, loaders: Mapping[str, Any], ranks: Ranks, reader: Reader) -> None:
     """Accelerate keeps one state for all ranks: that of the rank which wrote last."""
     members = None
-    parts = source.match(Role.DATALOADER, members, loaders, "data loader state")
+    parts = source.match(Role.DATALOADER, members, loaders, "dataloader")
     for name, loader in loaders.items():
         plan.actions.append((parts[name].name, _setter(loader, part_value(parts[name], reader))))
     plan.data = "restored, the same state on all ranks"

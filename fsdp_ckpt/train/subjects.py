@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from fsdp_ckpt.errors import UsageError
-from fsdp_ckpt.train.modules import LiveModel
+from fsdp_ckpt.train.modules import LiveModel, is_sharded
 from fsdp_ckpt.train.optimizers import Slots, unwrap_optimizer
 
-__all__ = ["Subjects", "all_slots", "models_of", "name_all"]
+__all__ = ["Subjects", "all_slots", "models_of", "name_all", "refuse_state_dict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,11 @@ class Subjects:
     objects: Mapping[str, Any] = field(default_factory=dict)
     scaler: Any = None
 
+    def names(self) -> dict[str, list[str]]:
+        """Return the names of everything, for comparing ranks."""
+        kinds = ("models", "optimizers", "schedulers", "dataloaders", "objects")
+        return {kind: list(getattr(self, kind)) for kind in kinds} | {"scaler": ["scaler"] if self.scaler else []}
+
     @classmethod
     def of(cls, *, model: Any, optimizer: Any, scheduler: Any, dataloader: Any, objects: Any, scaler: Any) -> Subjects:
         """Sort the arguments of a call.
@@ -42,6 +47,11 @@ class Subjects:
         Raises:
             UsageError: One of them cannot do what it would have to.
         """
+        refuse_state_dict(model)
+        if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
+            raise UsageError("optimizer= is a state dict", hint="pass the optimizer itself")
+        if isinstance(optimizer, torch.nn.Module):
+            raise UsageError("optimizer= is a module", hint="the order is: path, model, optimizer, scheduler")
         found = cls(
             models=name_all(model),
             optimizers={name: unwrap_optimizer(item) for name, item in name_all(optimizer).items()},
@@ -58,6 +68,13 @@ class Subjects:
                 "an optimizer was given without its model, which alone knows the names of its parameters",
                 hint="pass the model as well",
             )
+        for name, item in found.objects.items():
+            if isinstance(item, torch.nn.Module) and is_sharded(item):
+                raise UsageError(
+                    f"object `{name}` ({type(item).__name__}) is a sharded module, and of objects the first rank's "
+                    "state is stored",
+                    hint="pass it as a model: model={...: module}",
+                )
         for what, items in (
             ("scheduler", found.schedulers), ("dataloader", found.dataloaders), ("object", found.objects),
             ("scaler", {} if scaler is None else {"scaler": scaler}),
@@ -71,6 +88,18 @@ class Subjects:
                         else "pass the object itself, not its state",
                     )
         return found
+
+
+def refuse_state_dict(model: Any) -> None:
+    """Make sure that a model is not given as its state dict.
+
+    Raises:
+        UsageError: It is.
+    """
+    if isinstance(model, Mapping) and any(isinstance(value, torch.Tensor) for value in model.values()):
+        raise UsageError("model= is a state dict", hint="pass the module itself")
+    if isinstance(model, torch.optim.Optimizer):
+        raise UsageError("model= is an optimizer", hint="the order is: path, model, optimizer, scheduler")
 
 
 def name_all(value: Any) -> dict[str, Any]:

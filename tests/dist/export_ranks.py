@@ -185,7 +185,7 @@ def a_folder_in_the_way(place: Path) -> Any:
     if dist.get_rank() == 0:
         out.mkdir()
         (out / "model.safetensors").write_text("old")
-        (out / "notes.txt").write_text("mine")
+        (out / "tokenizer.json").write_text("old")
     dist.barrier()
     before = tree(place)
     dist.barrier()

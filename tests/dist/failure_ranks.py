@@ -474,7 +474,7 @@ def wrong_arguments(place: Path) -> Any:
         "loader": lambda: save_state(out, job.model, dataloader=anything),
         "model": lambda: save_state(out, anything),
         "optimizer": lambda: save_state(out, job.model, anything),
-        "values": lambda: save_state(out, job.model, values={"loss": float("nan")}),
+        "values": lambda: save_state(out, job.model, values={"seen": {1, 2}}),
         "tensor in values": lambda: save_state(out, job.model, values={"loss": torch.tensor(1.0)}),
         "url": lambda: save_state("s3://bucket/step-1", job.model),
         "local": lambda: save_state(out, job.model, state_dict_type="LOCAL_STATE_DICT"),

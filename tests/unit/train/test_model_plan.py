@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -89,7 +89,21 @@ def test_shapes_are_shown_as_python_shows_them() -> None:
     assert "w is (4,) in the checkpoint, (5, 3) here, s is () in the checkpoint, (1,) here" in str(caught.value)
     assert "missing" not in str(caught.value)
     assert (list(caught.value.missing), list(caught.value.mismatched)) == ([], ["w", "s"])
-    assert 'resize="grow"' in str(caught.value.hint)
+    assert caught.value.hint == "leave them as they are: exclude=['w', 's']"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hint"),
+    [
+        ({"w": ((4, 2), (5, 2))}, 'resize="grow"'),
+        ({"w": ((5, 2), (4, 2))}, 'resize="truncate"'),
+        ({"w": ((4, 2), (5, 2)), "v": ((3,), (2,))}, 'resize="truncate"'),
+    ],
+)
+def test_the_hint_fits_the_shapes(shapes: Any, hint: str) -> None:
+    with pytest.raises(StateMismatch) as caught:
+        Fit(mismatched=shapes).raise_for("the model", strict=True)
+    assert hint in str(caught.value.hint)
 
 
 def test_of_many_names_the_message_shows_some_and_the_exception_has_all() -> None:

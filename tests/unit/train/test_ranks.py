@@ -32,7 +32,8 @@ def test_an_unforeseen_error_is_told_with_its_class_and_what_was_done() -> None:
     for size in (1, 2):
         found = _raised(dict.fromkeys(range(size), ValueError("first line\nsecond line")), size)
         assert type(found) is errors.RankFailed
-        assert str(found) == "saving run/step-1 failed: ValueError: first line"
+        where = " on all 2 ranks" if size == 2 else ""
+        assert str(found) == f"saving run/step-1 failed{where}: ValueError: first line"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -96,9 +97,9 @@ def test_a_process_alone_is_the_first_of_one() -> None:
     assert ranks.from_first(lambda: 5, "") == 5
     ranks.demand_same("x", "the path", "")
     ranks.agree(None, "")
-    with pytest.raises(errors.DestinationExists, match=r"^there$") as caught:
+    with pytest.raises(errors.DestinationExists, match="there") as caught:
         ranks.from_first(lambda: _raise(errors.DestinationExists("there", hint="move it")), "saving x")
-    assert caught.value.hint == "move it"
+    assert (str(caught.value), caught.value.hint) == ("there", "move it")
     with (
         pytest.raises(errors.RankFailed, match=r"saving x failed: .*ZeroDivisionError") as failed,
         ranks.together("saving x"),

@@ -43,8 +43,8 @@ _READING = """\
 - The rate is tensor bytes read from the source per second of median wall time.
 - Saving and loading are measured within a running job of two ranks, ours and Accelerate's in turns: the slowest rank's
   time, both ranks' CPU, and "extra memory": the peak of any rank and round beyond what the rank held before and what
-  is loaded or returned. `save_state` is durable, Accelerate's is not; `load_state` compares checksums, Accelerate's
-  does not.
+  is loaded or returned. Both sync what they save, ours its folders as well; `load_state` compares checksums,
+  Accelerate's does not.
 - `fsdp-ckpt merge` is durable by default: files and folders are fsynced before it returns. `cp`, Accelerate and torch's
   converter do not sync; `--no-fsync` is the like-for-like of those.
 """

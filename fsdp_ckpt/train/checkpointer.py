@@ -181,13 +181,14 @@ class Checkpointer:
     def _candidates(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
             return []
+        found = list_checkpoints(self.folder)
         folder = Folder(LocalStore(self.folder))
-        if looks_composite(folder) or looks_like_dcp(folder):
+        if not found and (looks_composite(folder) or looks_like_dcp(folder)):
             raise UsageError(
                 f"`{self.folder}` is a checkpoint, not the folder of a run",
                 hint=f"Checkpointer({str(self.folder.parent)!r}, …), or load_state({str(self.folder)!r}, …)",
             )
-        return list_checkpoints(self.folder)
+        return found
 
     def _prune_quietly(self, step: int) -> None:
         """Prune; what cannot be removed stays for the next time, as the checkpoint that was just saved is whole."""

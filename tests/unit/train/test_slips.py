@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from fsdp_ckpt import Checkpointer, Hooks, get_state_dict, load_state, save_model, save_state
@@ -98,6 +99,10 @@ def test_a_checkpoint_is_not_the_folder_of_a_run(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "step-1", Net()).resume()
     assert repr(str(tmp_path)) in str(caught.value.hint)
     assert Checkpointer(tmp_path / "new", Net()).resume() is None
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")  # the Trainer puts its last model above them
+    report = Checkpointer(tmp_path, Net()).resume()
+    assert report is not None
+    assert report.step == 1
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])

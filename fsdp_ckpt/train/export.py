@@ -18,7 +18,8 @@ from fsdp_ckpt.plan.merge import OutputFile, OutputTensor, split_files
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 from fsdp_ckpt.store.syscalls import write_all
 from fsdp_ckpt.train.destination import check_replaceable_model, local_path
-from fsdp_ckpt.train.full import open_new, write_tensor
+from fsdp_ckpt.train.files import open_new
+from fsdp_ckpt.train.full import write_tensor
 from fsdp_ckpt.train.gather import Described, describe, gather_tensors
 from fsdp_ckpt.train.live import dtype_of
 from fsdp_ckpt.train.modules import collect_model, refuse_meta

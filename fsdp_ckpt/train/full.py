@@ -16,20 +16,14 @@ from fsdp_ckpt.errors import Incompatible, MalformedFile
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.run.checksum import checksum_range, crc32
-from fsdp_ckpt.store.publish import current_umask
 from fsdp_ckpt.store.syscalls import write_all
+from fsdp_ckpt.train.files import open_new
 from fsdp_ckpt.train.gather import Described, describe, gather_tensors
 from fsdp_ckpt.train.live import LiveTensor, dtype_of
 from fsdp_ckpt.train.memory import byte_blocks
 from fsdp_ckpt.train.ranks import Ranks
 
-__all__ = ["nest", "open_new", "write_full", "write_tensor"]
-
-
-def open_new(path: Path) -> int:
-    """Create a file for writing and reading; it must not be there."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-    return os.open(path, flags, 0o666 & ~current_umask())
+__all__ = ["nest", "write_full", "write_tensor"]
 
 
 def write_tensor(fd: int, position: int, tensor: Tensor, name: str) -> int:

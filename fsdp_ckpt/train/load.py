@@ -128,6 +128,7 @@ def load_state(
             for hook in hooks:
                 hook.before_load(event)
             job.check(event)
+        ranks.demand_same((sorted(event.skipped), sorted(event.replaced)), "what hooks skip or replace", doing)
         half = f"{doing} (models and optimizers may be half loaded: do not go on with them)"
         with ranks.together(half), torch.no_grad():
             job.apply(event)

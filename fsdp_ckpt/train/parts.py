@@ -12,7 +12,6 @@ optimizer      ``optimizer_j/``             ``optimizer.bin``            ``optim
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt.errors import Incompatible
 from fsdp_ckpt.layouts.roles import KeyPath
-from fsdp_ckpt.run.checksum import crc32
-from fsdp_ckpt.store.syscalls import write_all
-from fsdp_ckpt.train.full import open_new, write_full
+from fsdp_ckpt.train.files import FileFacts, HashingFile, write_file
+from fsdp_ckpt.train.full import write_full
 from fsdp_ckpt.train.live import LiveTensor, dtensor_pieces, plain, takes_turn
 from fsdp_ckpt.train.modules import LiveModel
 from fsdp_ckpt.train.objects import encode
@@ -155,7 +153,7 @@ def _leaves(value: Any, place: KeyPath) -> list[tuple[KeyPath, Any]]:
     return [(place, value)]
 
 
-def write_part(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, tuple[int, str]]:
+def write_part(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, FileFacts]:
     """Write a part. A collective.
 
     Returns:
@@ -169,9 +167,7 @@ def write_part(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doi
     return _write_sharded(part, place, ranks, durable=durable, doing=doing)
 
 
-def _write_sharded(
-    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
-) -> dict[str, tuple[int, str]]:
+def _write_sharded(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, FileFacts]:
     writer = ShardWriter(place / part.name, ranks.rank, durable=durable)
     with ranks.together(doing):
         try:
@@ -184,17 +180,10 @@ def _write_sharded(
             writer.abort()
     shares = ranks.gather_first(share, doing)
 
-    def finish() -> tuple[int, str]:
+    def finish() -> FileFacts:
         assert shares is not None
         data = assemble(shares)
-        fd = open_new(place / part.name / ".metadata")
-        try:
-            write_all(fd, data, 0)
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        return len(data), f"{crc32(data, 0):08x}"
+        return write_file(place / part.name / ".metadata", data, durable=durable)
 
     found = ranks.from_first(finish, doing)
     if shares is None:
@@ -203,9 +192,7 @@ def _write_sharded(
     return files | {f"{part.name}/.metadata": found}
 
 
-def _write_local(
-    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
-) -> dict[str, tuple[int, str]]:
+def _write_local(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, FileFacts]:
     """Write FSDP1's flat parameters as torch hands them out, one file per rank, as Accelerate does."""
     assert part.model is not None
     module: Any = part.model.module
@@ -214,7 +201,7 @@ def _write_local(
         warnings.simplefilter("ignore", FutureWarning)  # ShardedTensor is what this form consists of
         with FullyShardedDataParallel.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
             state = module.state_dict()
-        out: Any = _HashingFile(place / name)
+        out: Any = HashingFile(place / name)
         try:
             torch.save(state, out)
             found = out.finish(durable=durable)
@@ -222,30 +209,3 @@ def _write_local(
             out.close()
     gathered = ranks.gather_first({name: found}, doing)
     return {} if gathered is None else {file: entry for files in gathered for file, entry in files.items()}
-
-
-class _HashingFile:
-    """A file that counts and checksums what torch.save streams into it."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_new(path), "wb")
-        self._size = 0
-        self._crc = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._crc = crc32(view, self._crc)
-        self._size += len(view)
-        return self._file.write(view)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def finish(self, *, durable: bool) -> tuple[int, str]:
-        self._file.flush()
-        if durable:
-            os.fsync(self._file.fileno())
-        return self._size, f"{self._crc:08x}"
-
-    def close(self) -> None:
-        self._file.close()

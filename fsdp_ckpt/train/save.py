@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.layouts.manifest import MANIFEST, write_manifest
-from fsdp_ckpt.run.checksum import crc32
 from fsdp_ckpt.store.publish import Staging, resolve_destination
-from fsdp_ckpt.store.syscalls import fsync_folder, write_all
+from fsdp_ckpt.store.syscalls import fsync_folder
 from fsdp_ckpt.train.destination import check_replaceable, local_path
-from fsdp_ckpt.train.full import open_new
+from fsdp_ckpt.train.files import FileFacts, write_file
 from fsdp_ckpt.train.hooks import Hooks, SaveEvent, check_hooks
 from fsdp_ckpt.train.modules import collect_model, refuse_meta, settle
 from fsdp_ckpt.train.parts import unite_groups, write_part
@@ -166,8 +165,8 @@ def save_state(
     return report
 
 
-_Files = dict[str, tuple[int, str]]
-"""Size and CRC-32 by path."""
+_Files = dict[str, FileFacts]
+"""By path."""
 
 
 def whole_step(step: Any) -> int | None:
@@ -224,27 +223,16 @@ def _write(job: SaveJob, place: Path, ranks: Ranks, *, durable: bool, doing: str
     mine: _Files = {}
     with ranks.together(doing):
         for name, data in job.own.items():
-            mine[name] = _add_file(place / name, data, durable=durable)
+            mine[name] = write_file(place / name, data, durable=durable)
     for theirs in ranks.gather_first(mine, doing) or ():
         files |= theirs
     return files
 
 
-def _add_file(path: Path, data: bytes, *, durable: bool) -> tuple[int, str]:
-    fd = open_new(path)
-    try:
-        write_all(fd, data, 0)
-        if durable:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-    return len(data), f"{crc32(data, 0):08x}"
-
-
 def _commit(job: SaveJob, staging: Staging, files: _Files, *, durable: bool) -> dict[str, int]:
     """Add the first rank's files and the manifest, and put the folder in its place."""
     for name, data in job.shared.items():
-        files[name] = _add_file(staging.path / name, data, durable=durable)
+        files[name] = write_file(staging.path / name, data, durable=durable)
     manifest = replace(job.manifest, save_id=job.save_id, files=files)
     data = write_manifest(manifest)
     if durable:

@@ -19,8 +19,8 @@ from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.plan.boxes import check_coverage
 from fsdp_ckpt.run.checksum import checksum_range, combine_crc, crc32
-from fsdp_ckpt.store.publish import current_umask
 from fsdp_ckpt.store.syscalls import start_writeback, write_all
+from fsdp_ckpt.train.files import open_new
 from fsdp_ckpt.train.live import LiveTensor, dtype_of
 from fsdp_ckpt.train.memory import byte_blocks
 
@@ -131,9 +131,7 @@ class ShardWriter:
         if self._durable:
             os.fsync(self._fd)
         if self._crc is None:  # no library that combines checksums
-            reader = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            self._crc = checksum_range(reader, 0, self._position)
-            os.close(reader)
+            self._crc = checksum_range(self._fd, 0, self._position)
         self.abort()
         self.share.file, self.share.size, self.share.crc32 = self._path.name, self._position, self._crc
         return self.share
@@ -146,8 +144,7 @@ class ShardWriter:
 
     def _file(self) -> int:
         if self._fd < 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-            self._fd = os.open(self._path, flags, 0o666 & ~current_umask())
+            self._fd = open_new(self._path)
         return self._fd
 
     def _account(self, data: bytes) -> None:

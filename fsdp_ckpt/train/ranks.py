@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,10 +82,7 @@ class Ranks:
         failed = {rank: failure for rank, failure in enumerate(found) if failure is not None}
         if not failed:
             return
-        found_error = _unpack(failed, self.size, doing)
-        if type(error) is type(found_error) and str(error) == str(found_error):
-            raise error  # it tells all there is, and where it came from
-        raise found_error from error
+        _raise(_unpack(failed, self.size, doing), error)
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -150,7 +147,7 @@ class Ranks:
         if result[1] is not None:
             knows_more = result[1]["foreseen"]  # such a message is about the job, another one about the first rank
             failed = dict.fromkeys(range(self.size), result[1]) if knows_more else {0: result[1]}
-            raise _unpack(failed, self.size, doing) from caught
+            _raise(_unpack(failed, self.size, doing), caught)
         value: T = result[0]
         return value
 
@@ -191,6 +188,13 @@ class Ranks:
                 f"{doing}: rank {self.rank} lost touch with the other ranks: {_first_line(error)}",
                 hint="a rank died or hangs: look for the first error in the logs of all ranks",
             ) from error
+
+
+def _raise(agreed: FsdpCkptError, own: BaseException | None) -> NoReturn:
+    """Raise what the ranks agreed on; this rank's own error where that says the same, and where it came from."""
+    if own is not None and type(own) is type(agreed) and str(own) == str(agreed):
+        raise own
+    raise agreed from own
 
 
 def _pack(error: BaseException) -> Failure:

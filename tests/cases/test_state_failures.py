@@ -21,7 +21,7 @@ from fsdp_ckpt import LoadReport
 from fsdp_ckpt.errors import CheckpointNotFound, ChecksumMismatch, IncompleteCheckpoint
 from tests.cases.check import assert_same, merge_and_load
 from tests.cases.models import Mlp, reference
-from tests.cases.state_ranks import blank
+from tests.cases.state_training import blank
 from tests.dist.stage import outcomes
 
 pytestmark = pytest.mark.dist

@@ -24,7 +24,7 @@ from fsdp_ckpt.errors import StateMismatch, UnsafePickle, UsageError
 from tests.cases.check import assert_same, merge_and_load
 from tests.cases.judge import payload_bytes, stock
 from tests.cases.models import Buffers, Embed, Layered, Mlp, Odd, oddly_named, reference
-from tests.cases.state_ranks import Position, blank, moments_of, seeded
+from tests.cases.state_training import Position, blank, moments_of, seeded
 from tests.cases.test_paths import ODD
 from tests.cases.test_pickles import Touch, in_full_file, in_metadata, in_rank_file
 from tests.dist.stage import outcomes

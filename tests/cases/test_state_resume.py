@@ -24,17 +24,8 @@ from fsdp_ckpt.errors import MalformedFile, UnsafePickle
 from tests.cases.check import assert_same
 from tests.cases.judge import stock
 from tests.cases.models import Mlp, reference
-from tests.cases.state_ranks import (
-    Position,
-    blank,
-    draw,
-    groups_of,
-    resumed,
-    seeded,
-    three_groups,
-    train,
-    two_groups,
-)
+from tests.cases.state_resume import draw, resumed
+from tests.cases.state_training import Position, blank, groups_of, seeded, three_groups, train, two_groups
 from tests.cases.test_pickles import Touch
 from tests.cases.test_training_state import NAMES, REST, WEIGHTS, pickled_globals
 from tests.dist.stage import outcomes

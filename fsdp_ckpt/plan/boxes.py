@@ -12,6 +12,7 @@ from fsdp_ckpt.catalog import Shape
 
 __all__ = [
     "Box", "Coverage", "bands", "check_coverage", "flat_boxes", "intersect", "is_contiguous_in", "linear_offset",
+    "slices",
 ]  # fmt: skip
 
 Box = tuple[Shape, Shape]
@@ -51,6 +52,17 @@ def intersect(a: Box, b: Box) -> Box | None:
     stops = (min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
     lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     return (starts, lengths) if all(n > 0 for n in lengths) else None
+
+
+def slices(box: Box, origin: Shape | None = None) -> tuple[slice, ...]:
+    """Return the index of a box in an array that begins at ``origin``; None for the tensor's own beginning.
+
+    Example:
+        >>> slices(((4, 0), (2, 3)), (3, 0))
+        (slice(1, 3, None), slice(0, 3, None))
+    """
+    begin = origin or (0,) * len(box[0])
+    return tuple(slice(a - b, a - b + n) for a, b, n in zip(box[0], begin, box[1], strict=True))
 
 
 def linear_offset(offsets: Shape, shape: Shape) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp_ckpt.catalog import Chunk, DType, Shape
 from fsdp_ckpt.errors import MalformedFile
-from fsdp_ckpt.plan.boxes import Box, intersect
+from fsdp_ckpt.plan.boxes import Box, intersect, slices
 from fsdp_ckpt.run.checksum import BLOCK_BYTES, check_crc, checksum_range, verify_record
 from fsdp_ckpt.run.records import Record, Records
 from fsdp_ckpt.run.sources import Located
@@ -131,9 +131,7 @@ class Gatherer:
                 continue
             record.check_extent(self.dtype, key=self.key)
             record.is_touched = True
-            target: tuple[Any, ...] = tuple(
-                slice(a - b, a - b + n) for a, b, n in zip(shared[0], box[0], shared[1], strict=True)
-            )
+            target: tuple[Any, ...] = slices(shared, box[0])
             strides = [stride * self.dtype.itemsize for stride in record.strides]
             inner = sum((a - b) * s for a, b, s in zip(shared[0], chunk.offsets, strides, strict=True))
             # In the order of the file: what neighbours there is read together, and each byte once.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
-from fsdp_ckpt.plan.boxes import Box, check_coverage
+from fsdp_ckpt.plan.boxes import Box, check_coverage, slices
 from fsdp_ckpt.train.live import LiveTensor, dtype_of
 from fsdp_ckpt.train.memory import checksum_of
 from fsdp_ckpt.train.ranks import Ranks
@@ -167,7 +167,7 @@ def gather_tensors(
             shape = torch.Size(box[1])
             part = views[box] if owner == ranks.rank else ranks.receive(shape, entry.dtype, owner)
             if whole is not None:
-                whole[tuple(slice(start, start + n) for start, n in zip(*box, strict=True))].copy_(part)
+                whole[slices(box)].copy_(part)
             del part
         if whole is not None and failed is None:
             try:

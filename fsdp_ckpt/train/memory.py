@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ckpt.catalog import DType
-from fsdp_ckpt.plan.boxes import bands
+from fsdp_ckpt.plan.boxes import bands, slices
 from fsdp_ckpt.run.checksum import BLOCK_BYTES, crc32
 from fsdp_ckpt.run.gather import storage_dtype
 
@@ -56,7 +56,7 @@ def byte_blocks(tensor: Tensor, dtype: DType) -> Iterator[memoryview]:
     pinned = tensor.device.type == "cuda"
     stage = torch.empty(min(STAGE_BYTES, tensor.numel() * dtype.itemsize), dtype=torch.uint8, pin_memory=pinned)
     for offsets, lengths in bands(shape, dtype.itemsize, STAGE_BYTES):
-        view = tensor[tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))]
+        view = tensor[slices((offsets, lengths))]
         part = stage[: view.numel() * dtype.itemsize].view(tensor.dtype).view(lengths)
         part.copy_(view)
         yield from _cut(bits_of(part, dtype))

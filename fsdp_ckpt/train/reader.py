@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_ckpt.catalog import Checkpoint, Encoding, ObjectEntry, TensorEntry
 from fsdp_ckpt.errors import Incompatible
-from fsdp_ckpt.plan.boxes import Box, bands, intersect
+from fsdp_ckpt.plan.boxes import Box, bands, intersect, slices
 from fsdp_ckpt.run.gather import Gatherer, storage_dtype, verify_boxes
 from fsdp_ckpt.run.sources import Located, Sources
 from fsdp_ckpt.train.live import Piece, dtype_of
@@ -133,8 +133,7 @@ class Reader:
         for offsets, lengths in bands(box[1], entry.dtype.itemsize, STAGE_BYTES):
             part = stage[: math.prod(lengths) * entry.dtype.itemsize].view(bits).reshape(lengths)
             gatherer.read((tuple(a + b for a, b in zip(offsets, box[0], strict=True)), lengths), part)
-            inner = tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
-            target[inner].copy_(tensor_of_bits(part, entry.dtype))
+            target[slices((offsets, lengths))].copy_(tensor_of_bits(part, entry.dtype))
 
     def _locate(self, entry: TensorEntry, boxes: Sequence[Box]) -> list[Located]:
         """Return the records that boxes need; a second call for the same entry is answered from memory."""
@@ -155,5 +154,4 @@ def _whole(entry: TensorEntry) -> Box:
 
 def _part(piece: Piece, inner: Box) -> Tensor:
     """Return the view of a piece that holds a box within it."""
-    index = tuple(slice(a - b, a - b + n) for a, b, n in zip(inner[0], piece.offsets, inner[1], strict=True))
-    return piece.tensor[index]
+    return piece.tensor[slices(inner, piece.offsets)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from fsdp_ckpt.train.live import Piece
+from fsdp_ckpt.plan.boxes import slices
 from fsdp_ckpt.train.model_plan import Fit
 from fsdp_ckpt.train.modules import LiveModel
 
@@ -45,10 +45,6 @@ def load_replacement(live: LiveModel, state: Mapping[str, Any]) -> None:
         if key in names:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             for piece in live.tensors[names[key]].pieces:
-                piece.tensor.copy_(whole[_slices(piece)])
+                piece.tensor.copy_(whole[slices(piece.box)])
         elif key in live.extra:
             live.extra[key][0].set_extra_state(value)
-
-
-def _slices(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(start, start + n) for start, n in zip(piece.offsets, piece.lengths, strict=True))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fsdp_ckpt import get_state_dict, save_model
-from tests.dist.failure_ranks import attempt, tree
-from tests.dist.matrix_ranks import TARGETS, Net
+from tests.dist.attempt import attempt, failing, only, tree
+from tests.dist.matrix_net import Net
+from tests.dist.matrix_variants import TARGETS
 from tests.dist.stage import main, scenario
 
 WRAPPED = [
@@ -204,8 +205,6 @@ def a_folder_in_the_way(place: Path) -> Any:
 @scenario(ranks=2)
 def a_disk_that_fills_up(place: Path) -> Any:
     """The second rank fails to write; the first one has more to send it."""
-    from tests.dist.failure_ranks import failing, only
-
     model = nn.Sequential(*(nn.Linear(6, 5) for _ in range(6)))
     fully_shard(model)
     breaking = failing("fsdp_ckpt.train.full.write_all", OSError(28, "No space left on device"), after=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.build import assert_same, read_safetensors
 from tests.cases.launch import build_once, run_module
 from tests.dist.export_ranks import LAYERS, MIXED, ONE_BYTES, SHARD, SIDE, WRAPPED
-from tests.dist.matrix_ranks import TARGETS
+from tests.dist.matrix_variants import TARGETS
 from tests.dist.stage import outcomes
 
 pytestmark = pytest.mark.dist

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.cases.launch import build_once, run_module
-from tests.dist.matrix_ranks import HALF, MOVES, TARGETS, VARIANTS
+from tests.dist.matrix_job import HALF
+from tests.dist.matrix_variants import MOVES, TARGETS, VARIANTS
 from tests.dist.stage import outcomes
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(280)]

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 import fsdp_ckpt
+from fsdp_ckpt.cli import config as config_command
 from fsdp_ckpt.cli import inspect as inspect_command
+from fsdp_ckpt.cli import launch as launch_command
 from fsdp_ckpt.cli import merge as merge_command
 
 __all__ = ["app", "run"]
@@ -58,6 +60,12 @@ def root(
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
+app.add_typer(config_command.app, name="config")
+app.command(
+    "launch",
+    epilog=launch_command.EXAMPLES,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)(launch_command.launch)
 for _alias in ("merge-weights", "consolidate"):
     app.command(_alias, hidden=True, epilog=merge_command.EXAMPLES)(merge_command.merge)
 

@@ -114,7 +114,7 @@ def _without_counterpart(fsdp: FSDPConfig, stage: int) -> list[str]:
         )
     if fsdp.auto_wrap_policy != "NO_WRAP":
         dropped.append(f"auto_wrap_policy: {fsdp.auto_wrap_policy}: DeepSpeed chooses what is gathered together itself")
-    for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"):
+    for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states"):
         value = getattr(fsdp, name)
         if value not in (None, False, "NO_PREFETCH"):
             dropped.append(f"{name}: {shown(value)}: DeepSpeed has no such switch")
@@ -193,7 +193,8 @@ def _of_json(document: Document, dropped: list[str]) -> tuple[LaunchConfig, dict
     precision: MixedPrecision = next(
         (name for name in names if _flag(document.section(name), "enabled", document)), "no"
     )
-    others = [key for key in document.values if key not in ("zero_optimization", "bf16", "fp16")]
+    known = ("zero_optimization", "bf16", "fp16")
+    others = [key for key, value in document.values.items() if key not in known and value != "auto"]
     dropped += [f"{key}: set it in the training script; FSDP has no such option" for key in others]
     return LaunchConfig(distributed_type="FSDP", num_processes=None), zero, precision
 

@@ -43,5 +43,9 @@ def _notes(config: LaunchConfig) -> Iterator[str]:
             "state_dict_type: LOCAL_STATE_DICT can be loaded only on the same number of ranks, wrapped alike, and not "
             "by Accelerate at all"
         )
+    if config.use_cpu:
+        yield "use_cpu: Accelerate 1.15 never shards on CPUs: scripts that use it run DDP there, `wrap` shards"
+        if fsdp.sync_module_states:
+            yield "sync_module_states: true: Accelerate 1.15 refuses it without a GPU"
     if fsdp.fsdp_version == 1:
         yield "FSDP1 is deprecated in torch; `fsdp-ckpt config to-fsdp2` rewrites this file"

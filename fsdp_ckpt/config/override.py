@@ -1,0 +1,89 @@
+"""What is given on the command line goes before what a file says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from fsdp_ckpt.config.fsdp import FSDPConfig, read_value
+from fsdp_ckpt.config.launch import LaunchConfig
+from fsdp_ckpt.config.notes import notes_on
+from fsdp_ckpt.config.options import OPTIONS, Option
+from fsdp_ckpt.config.values import closest
+from fsdp_ckpt.errors import UsageError
+
+__all__ = ["override", "read_settings"]
+
+
+def read_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Read ``NAME=VALUE`` texts into values of ``FSDPConfig`` by field name.
+
+    A name may have Accelerate's prefix: ``fsdp_offload_params`` is ``offload_params``.
+
+    Raises:
+        UsageError: A text of another form, an unknown name, or a value that is not allowed.
+    """
+    result = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise UsageError(f"--set {text}: allowed: NAME=VALUE", hint="--set offload_params=true")
+        option = _option(name.strip())
+        try:
+            result[option.name] = read_value(option, value.strip())
+        except ValueError as error:
+            raise UsageError(f"--set {name}: {value!r} is not possible; {error}") from None
+    return result
+
+
+def _option(name: str) -> Option:
+    by_name = {known: option for option in OPTIONS.values() for known in (option.key, *option.aliases) if known}
+    by_name |= {known.removeprefix("fsdp_"): option for known, option in by_name.items()} | dict(OPTIONS)
+    if name in by_name and by_name[name].kind != "mapping":
+        return by_name[name]
+    known = [option.name for option in OPTIONS.values() if option.kind != "mapping"]
+    near = closest(name, known)
+    raise UsageError(
+        f"--set {name}: there is no such option" + (f"; did you mean {near}?" if near else ""),
+        hint=f"known options: {', '.join(known)}",
+    )
+
+
+def override(config: LaunchConfig, settings: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> LaunchConfig:
+    """Return a configuration with some values replaced.
+
+    Args:
+        config: What a file says.
+        settings: Values of ``FSDPConfig`` by field name; ``fsdp_version`` brings that version's other defaults along.
+        job: Values of ``LaunchConfig`` by field name; None says nothing.
+
+    Raises:
+        UsageError: The result contradicts itself, or there is no FSDP in it to set.
+    """
+    given = {name: value for name, value in (job or {}).items() if value is not None}
+    settings = dict(settings)
+    if "mixed_precision" in given:
+        settings["mixed_precision"] = given["mixed_precision"]
+    origins = dict(config.origins)
+    origins |= dict.fromkeys(settings, "--set") | {name: f"--{name.replace('_', '-')}" for name in given}
+    if config.fsdp is None:
+        precision = settings.pop("mixed_precision", config.mixed_precision)
+        if settings:
+            raise UsageError(
+                f"--set {next(iter(settings))}: distributed_type is {config.distributed_type}, there is no FSDP to set"
+            )
+        return replace(config, **{**given, "mixed_precision": precision}, origins=origins)
+    fsdp = _replaced(config.fsdp, settings)
+    new = replace(config, **{**given, "mixed_precision": fsdp.mixed_precision, "fsdp": fsdp}, origins=origins)
+    return replace(new, notes=notes_on(new))
+
+
+def _replaced(old: FSDPConfig, settings: Mapping[str, Any]) -> FSDPConfig:
+    version = settings.get("fsdp_version", old.fsdp_version)
+    both = {
+        field.name: getattr(old, field.name)
+        for field in fields(old)
+        if old.fsdp_version == version or len(OPTIONS[field.name].versions) == 2
+    }
+    return FSDPConfig.of({**both, **settings})

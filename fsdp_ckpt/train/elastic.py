@@ -1,0 +1,66 @@
+"""torchrun, in a process that ends as the script did.
+
+torchrun itself ends with 1 whatever happened to a rank. Here the first rank that failed gives the exit code: the
+script's own, or 128 + the signal that killed it. Everything else, arguments included, is torchrun's.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run torchrun with the arguments of this process."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    # Its report of a failure is 30 lines without the traceback, which the rank has printed already.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    try:
+        run(get_args_parser().parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        return _explain(error.failures)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _explain(failures: Mapping[int, ProcessFailure]) -> int:
+    """Say which rank failed first and how; return the exit code."""
+    rank, first = min(failures.items(), key=lambda item: _order(item[0], item[1]))
+    code = first.exitcode
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    others = f" ({len(failures) - 1} more failed)" if len(failures) > 1 else ""
+    print(f"fsdp-ckpt: rank {rank} {how}{others}", file=sys.stderr)  # noqa: T201  # it is the launcher
+    return 128 - code if code < 0 else code
+
+
+def _order(rank: int, failure: ProcessFailure) -> tuple[float, bool, bool, int]:
+    """Sort by time, in whole seconds.
+
+    Within one second, ranks that the launcher ended, and those with the exit code of a traceback, as a rank has that
+    lost its peers, come after the others.
+    """
+    return failure.timestamp, failure.exitcode == -signal.SIGTERM, failure.exitcode == 1, rank
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_ckpt.catalog import Chunk, Encoding
+from fsdp_ckpt.catalog import Chunk
 from fsdp_ckpt.plan.boxes import bands
+from fsdp_ckpt.plan.extents import same_bytes
 from fsdp_ckpt.plan.merge import OutputTensor, Selection, find_tie_candidates
 from fsdp_ckpt.run.sources import Sources
 
@@ -43,18 +44,20 @@ def tie(selection: Selection, sources: Sources, *, asked: bool) -> tuple[Selecti
 
 
 def find_aliases(tensors: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return tensors that are the same bytes of the same file, as full files keep tied weights.
+    """Return tensors that are the same bytes of the same files, as full files and ``save_state`` keep tied weights.
 
     Returns:
         Name of the one to keep by name of the other; an embedding is kept rather than a head, else the first.
     """
-    groups: dict[Any, list[OutputTensor]] = {}
+    beginnings: dict[Any, list[OutputTensor]] = {}  # few tensors share one: the rest need no closer look
     for tensor in tensors:
-        source = tensor.source
-        if tensor.num_bytes and len(source.chunks) == 1 and source.chunks[0].encoding is Encoding.RAW:
-            chunk = source.chunks[0]
-            place = (chunk.file, chunk.start, chunk.stop, chunk.strides, chunk.conj, chunk.neg)
-            groups.setdefault((place, source.shape, source.dtype.name), []).append(tensor)
+        if tensor.num_bytes:
+            first = min((chunk.file, chunk.start) for chunk in tensor.source.chunks)
+            beginnings.setdefault(first, []).append(tensor)
+    groups: dict[Any, list[OutputTensor]] = {}
+    for together in beginnings.values():
+        for tensor in together if len(together) > 1 else ():
+            groups.setdefault(same_bytes(tensor.source), []).append(tensor)
     found: dict[str, str] = {}
     for group in groups.values():
         if len(group) > 1:

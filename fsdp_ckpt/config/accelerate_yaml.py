@@ -107,7 +107,7 @@ def _top_value(document: Document, key: str, value: Any) -> Any:
             return None if str(value).strip() == "-1" else as_integer(value, minimum=1)
         if key == "mixed_precision":
             return as_choice("no" if value is False else value, MIXED_PRECISIONS, first=0)
-        return as_choice(value, _TYPES, first=0)
+        return as_choice("NO" if value is False else value, _TYPES, first=0)
     except ValueError as error:
         raise UsageError(f"{document.place(key)}: {key}: {value!r} is not possible; {error}") from None
 
@@ -117,8 +117,11 @@ def _read_fsdp(document: Document, fields: dict[str, Any]) -> None:
     if fields["distributed_type"] != "FSDP":
         for section in ("fsdp_config", "parallelism_config"):
             if document.section(section):
-                raise UsageError(f"{section} has no effect with distributed_type: {fields['distributed_type']}",
-                                 hint="set distributed_type: FSDP, or leave the section out")  # fmt: skip
+                raise UsageError(
+                    f"{document.place(section)}: {section} has no effect with distributed_type: "
+                    f"{fields['distributed_type']}",
+                    hint="set distributed_type: FSDP, or leave the section out",
+                )
         fields["fsdp"] = None
         return
     values: dict[str, Any] = {"mixed_precision": fields.get("mixed_precision", "no")}

@@ -34,6 +34,18 @@ _DYNAMO: Mapping[str, tuple[str, str]] = {
     "ACCELERATE_DYNAMO_USE_DYNAMIC": ("dynamo_use_dynamic", "False"),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("dynamo_use_regional_compilation", "False"),
 }
+_FP8: Mapping[str, Any] = {
+    "fp8_use_autocast_during_eval": False,
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_format": "HYBRID",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_override_linear_precision": (False, False, False),
+    "fp8_opt_level": "O2",
+    "fp8_enable_fsdp_float8_all_gather": 1,
+    "fp8_pad_inner_dim": 1,
+}
 _PARALLELISM: Mapping[str, Any] = {"cp_backend": "torch", "sp_size": 1, "sp_backend": "deepspeed"}
 
 
@@ -76,7 +88,7 @@ def _section(config: LaunchConfig, name: str, prefix: str) -> dict[str, Any]:
 
 
 def _fp8(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in section.items():
+    for key, value in {**_FP8, **section}.items():
         if key == "fp8_override_linear_precision":
             for name, item in zip(("FPROP", "DGRAD", "WGRAD"), value, strict=True):
                 yield f"ACCELERATE_FP8_OVERRIDE_{name}", str(item)
@@ -101,8 +113,8 @@ def _fsdp(fsdp: FSDPConfig) -> Iterator[tuple[str, str]]:
 
 def _uses_parallelism(config: LaunchConfig, fsdp: FSDPConfig) -> bool:
     stated = any(key.startswith("parallelism_config.") for key in config.stated)
-    sizes = (fsdp.dp_replicate_size, fsdp.dp_shard_size or 1, fsdp.tp_size or 1, fsdp.cp_size or 1)
-    return stated or bool(config.parallelism) or any(size > 1 for size in sizes)
+    sizes = (fsdp.dp_replicate_size, fsdp.tp_size or 1, fsdp.cp_size or 1)
+    return stated or bool(config.parallelism) or fsdp.dp_shard_size is not None or any(size > 1 for size in sizes)
 
 
 def _parallelism(config: LaunchConfig, fsdp: FSDPConfig) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,49 @@
+"""Settle what a run is to do before its ranks start. Does not import torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsdp_ckpt.errors import CheckpointNotFound, UsageError
+from fsdp_ckpt.layouts.registry import list_checkpoints
+from fsdp_ckpt.train.driver.options import AUTO, TrainOptions
+
+__all__ = ["OPTIONS_FILE", "settle_options"]
+
+OPTIONS_FILE = "train.json"
+"""Name of the options in a run's folder: what ranks read, and what a later ``--resume`` goes on with."""
+
+# Of one attempt, not of the run.
+_NOT_KEPT = ("folder", "resume", "kill_at", "fsdp")
+
+
+def settle_options(folder: str | os.PathLike[str], given: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of a run: what is given, else what the run had when it is resumed, else defaults.
+
+    Args:
+        folder: The run's folder.
+        given: Values by name; None says nothing.
+
+    Raises:
+        UsageError: A value that is not allowed; or the folder has checkpoints, and nothing says to resume.
+        CheckpointNotFound: The checkpoint to resume from is not there.
+    """
+    path = Path(folder)
+    values = {name: value for name, value in given.items() if value is not None}
+    resume = values.get("resume")
+    if resume is None and path.is_dir() and list_checkpoints(path):
+        raise UsageError(
+            f"{path} already holds checkpoints; nothing was changed",
+            hint=f"fsdp-ckpt train {path} --resume auto goes on from the newest; or name another folder",
+        )
+    if resume not in (None, AUTO) and not os.path.exists(resume):
+        raise CheckpointNotFound(f"{resume}: there is no checkpoint to resume from", hint="--resume auto")
+    kept: dict[str, Any] = {}
+    if resume is not None and (path / OPTIONS_FILE).is_file():
+        before = asdict(TrainOptions.read(path / OPTIONS_FILE))
+        kept = {name: value for name, value in before.items() if name not in _NOT_KEPT}
+    return TrainOptions(**{**kept, **values, "folder": str(path)})

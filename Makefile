@@ -48,7 +48,7 @@ test-slow: $(STAMP) ## the slow tests
 test-all: $(STAMP) ## every test
 	$(PYTEST) tests $(PYTEST_ARGS)
 
-demo: $(STAMP) ## inspect and merge a real checkpoint that is shipped here
+demo: $(STAMP) ## train, kill, resume on other ranks, inspect, merge, generate
 	FSDP_CKPT=$(BIN)/fsdp-ckpt bash docs/demo.sh
 
 bench: $(STAMP) ## measure against cp, accelerate and torch (BENCH_ARGS=--help)

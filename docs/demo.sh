@@ -1,38 +1,50 @@
 #!/usr/bin/env bash
-# What `make demo` shows: a checkpoint that two ranks wrote, looked at and merged into a temporary folder.
+# What `make demo` shows: a training run that is killed while it saves, goes on with another number of ranks, and whose
+# checkpoint is looked at, merged and asked. On two CPU cores; everything is in a temporary folder.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
-fsdp_ckpt=${FSDP_CKPT:-.venv/bin/fsdp-ckpt}
+fsdp_ckpt=$(realpath -s "${FSDP_CKPT:-$(dirname "$0")/../.venv/bin/fsdp-ckpt}")
+export OMP_NUM_THREADS=1
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-checkpoint=$scratch/checkpoint-2000
-merged=$scratch/merged
-mkdir "$checkpoint"
-cp -r fixtures/torch-2.13.0/fsdp2_sharded_w2/{pytorch_model_fsdp_0,optimizer_0} "$checkpoint"
+cd "$scratch"
 
 say() { printf '\n# %s\n' "$*"; }
 run() {
     printf '$ fsdp-ckpt %s\n' "$*"
-    "$fsdp_ckpt" "$@"
+    "$fsdp_ckpt" "$@" 2>&1
 }
 
-say "A checkpoint folder as Accelerate's save_state leaves it: model and optimizer, written by two ranks with FSDP2."
-run inspect "$checkpoint"
+say "A configuration: FSDP2, each layer of the model one unit. \`config init\` without --yes asks for it."
+run config init fsdp.yaml --yes -n 2
+run config check fsdp.yaml
 
-say "Which rank wrote how much?"
-run inspect "$checkpoint" --shards
+say "Train a small decoder to sort digits, on 2 ranks. Every rank is killed with SIGKILL while step 200 is being saved."
+code=0
+run train run --config fsdp.yaml --kill-at 200 || code=$?
+[ "$code" -eq 137 ] || { echo "exit code $code, not 137: killed"; exit 1; }
+echo "(exit code 137: killed)"
 
-say "One safetensors file that from_pretrained, vLLM and everything else can load:"
-run merge "$checkpoint" "$merged"
+say "What is left: step 100 is whole, and there is no step 200. A checkpoint appears complete, or not at all."
+printf '$ ls run\n' && ls run
 
-say "And what came out:"
-run inspect "$merged"
+say "Go on where it was, on 4 ranks instead of 2: model, optimizer and scheduler are cut anew, each rank reads its part."
+run train run --config fsdp.yaml --resume auto --nproc 4
+
+say "What is in the last checkpoint? Nothing in it is run to find out."
+run inspect run/step-400
+
+say "One safetensors file that from_pretrained, vLLM and everything else can load, every checksum compared:"
+run merge run/step-400 merged
+
+say "Has it learned, across the kill? It sorts numbers that it has never seen:"
+run generate merged 31415926 27182818 16180339 --held-out 500
 
 cat <<END
 
-# Now yours. Give it the folder of .distcp files, or any folder above it:
-#   $fsdp_ckpt inspect PATH/TO/CHECKPOINT
-#   $fsdp_ckpt merge PATH/TO/CHECKPOINT OUT --dry-run     says what would be written, and writes nothing
-#   $fsdp_ckpt merge PATH/TO/CHECKPOINT OUT
+# Now yours:
+#   fsdp-ckpt inspect PATH/TO/CHECKPOINT                  what is in it, and is it whole?
+#   fsdp-ckpt merge PATH/TO/CHECKPOINT OUT --dry-run      what would be written? Nothing is.
+#   fsdp-ckpt launch --config fsdp.yaml train.py          your script, made for accelerate launch or torchrun
+# In your own loop: docs/training.md
 END

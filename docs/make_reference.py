@@ -10,7 +10,10 @@ from fsdp_ckpt import errors
 from fsdp_ckpt.cli.app import app
 
 TARGET = Path(__file__).parent / "reference.md"
-COMMANDS = ("inspect", "merge")
+COMMANDS = (
+    "inspect", "merge", "train", "generate", "launch", "config", "config init", "config show", "config check",
+    "config to-fsdp2", "config to-deepspeed", "config from-deepspeed",
+)  # fmt: skip
 _OTHER_CODES = {
     0: "done",
     1: "findings (commands that compare or validate)",
@@ -25,7 +28,7 @@ def render() -> str:
     os.environ["COLUMNS"] = "100"
     runner = CliRunner()
     pages = ["# Reference\n\nWritten by `docs/make_reference.py` from the code.\n"]
-    for arguments in ([], *([command] for command in COMMANDS)):
+    for arguments in ([], *(command.split() for command in COMMANDS)):
         title = " ".join(["fsdp-ckpt", *arguments])
         text = runner.invoke(app, [*arguments, "--help"], prog_name="fsdp-ckpt", terminal_width=100).output
         body = "\n".join(line.rstrip() for line in text.strip().splitlines())
@@ -40,7 +43,8 @@ def render() -> str:
     pages.append(
         "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact"
         "\nbytes. The other fields are those of `fsdp_ckpt.InspectReport` and `fsdp_ckpt.MergeReport`, whose docstrings"
-        "\ndescribe them."
+        "\ndescribe them. `config` commands print `config` (Accelerate's keys), `origins` and `notes`; conversions `changed`"
+        "\nand `dropped`; `launch --dry-run` `command` and `environment`."
         "\n\n## Environment\n\n| variable | effect |\n|---|---|"
         "\n| `FSDP_CKPT_DEBUG=1` | tracebacks, as with `--debug` |"
         "\n| `FSDP_CKPT_PROGRESS=none` | no progress |"

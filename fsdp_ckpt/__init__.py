@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_ckpt.config.accelerate_yaml import read_config
+    from fsdp_ckpt.config.fsdp import FSDPConfig
+    from fsdp_ckpt.config.launch import LaunchConfig
     from fsdp_ckpt.errors import FsdpCkptError
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
@@ -17,15 +20,18 @@ if TYPE_CHECKING:
     from fsdp_ckpt.train.hooks import Hooks
     from fsdp_ckpt.train.load import LoadReport, load_state
     from fsdp_ckpt.train.save import SaveReport, save_state
+    from fsdp_ckpt.train.sharding.wrap import wrap
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointView",
     "Checkpointer",
+    "FSDPConfig",
     "FsdpCkptError",
     "Hooks",
     "InspectReport",
+    "LaunchConfig",
     "LoadReport",
     "MergeOptions",
     "MergeReport",
@@ -37,8 +43,10 @@ __all__ = [
     "merge",
     "merge_fsdp_weights",
     "open_checkpoint",
+    "read_config",
     "save_model",
     "save_state",
+    "wrap",
 ]
 
 _HOMES = {
@@ -51,6 +59,9 @@ _HOMES = {
     "merge_fsdp_weights": "ops.merge",
     "CheckpointView": "ops.view",
     "open_checkpoint": "ops.view",
+    "FSDPConfig": "config.fsdp",
+    "LaunchConfig": "config.launch",
+    "read_config": "config.accelerate_yaml",
     "Checkpointer": "train.checkpointer",
     "Hooks": "train.hooks",
     "LoadReport": "train.load",
@@ -59,6 +70,7 @@ _HOMES = {
     "load_state": "train.load",
     "save_model": "train.export",
     "save_state": "train.save",
+    "wrap": "train.sharding.wrap",
 }
 
 

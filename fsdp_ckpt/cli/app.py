@@ -14,6 +14,7 @@ from fsdp_ckpt.cli import config as config_command
 from fsdp_ckpt.cli import inspect as inspect_command
 from fsdp_ckpt.cli import launch as launch_command
 from fsdp_ckpt.cli import merge as merge_command
+from fsdp_ckpt.cli import train as train_command
 
 __all__ = ["app", "run"]
 
@@ -60,6 +61,8 @@ def root(
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
+app.command("train", epilog=train_command.TRAIN_EXAMPLES)(train_command.train)
+app.command("generate", epilog=train_command.GENERATE_EXAMPLES)(train_command.generate)
 app.add_typer(config_command.app, name="config")
 app.command(
     "launch",

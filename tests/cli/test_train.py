@@ -1,0 +1,161 @@
+"""``train`` and ``generate``: save, die, go on, merge, ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.terminal import Terminal
+from tests.cli.tool import TOOL, Result, assert_refused, environment, run
+
+SMALL = ("--digits", "3", "--steps", "120", "--save-every", "40", "--cpu")
+
+
+def _train(folder: Path, *arguments: str) -> Result:
+    return run("train", "run", *arguments, cwd=folder, timeout_s=150)
+
+
+def _losses(folder: Path) -> dict[int, list[float]]:
+    """Return the losses of every step, of all attempts, from the log."""
+    found: dict[int, list[float]] = {}
+    for line in (folder / "run" / "log.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] == "stepped":
+            found.setdefault(event["step"], []).append(event["loss"])
+    return found
+
+
+def test_a_killed_run_goes_on_and_learns(tmp_path: Path) -> None:
+    killed = _train(tmp_path, *SMALL, "--kill-at", "80")
+    assert killed.code == 137, killed.err
+    assert "in the middle of its save" in killed.err
+    assert "last good checkpoint: run/step-40" in killed.err
+    assert "fsdp-ckpt train run --resume auto" in killed.err
+    assert sorted(p.name for p in (tmp_path / "run").glob("[a-z]*")) == ["log.jsonl", "step-40", "train.json"]
+
+    refused = _train(tmp_path, "--cpu")
+    assert_refused(refused, 2)
+    assert refused.hint is not None
+    assert "--resume auto" in refused.hint
+
+    done = _train(tmp_path, "--resume", "auto", "--nproc", "4", "--cpu", "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["schema"] == "fsdp-ckpt/train/1"
+    assert (report["resumed_from"], report["first_step"], report["world_size"]) == ("run/step-40", 41, 4)
+    assert (report["step"], report["ended"], report["last_checkpoint"]) == (120, "finished", "run/step-120")
+    # Options that were not given again are those of the run: 3 digits, 120 steps.
+    assert report["answer_accuracy"] > 0.9
+    losses = _losses(tmp_path)
+    assert sorted(losses) == list(range(1, 121))
+    twice = {step: values for step, values in losses.items() if len(values) == 2}
+    assert sorted(twice) == list(range(41, 81))
+    for first, second in twice.values():  # on 2 ranks, then on 4
+        assert second == pytest.approx(first, rel=2e-2)
+    assert losses[41][1] == pytest.approx(losses[41][0], rel=1e-5)
+
+    assert run("merge", "run/step-120", "merged", cwd=tmp_path).code == 0
+    said = run("generate", "merged", "314", "--held-out", "200", "--digits", "3", "--json", cwd=tmp_path)
+    report = json.loads(said.out)
+    assert report["answers"] == [["314", "134", True]]
+    assert report["accuracy"] > 0.9
+    again = run("generate", "merged/model.safetensors", "314", cwd=tmp_path)
+    assert again.out == "314 > 134  right\n"
+
+
+def test_a_configuration_and_settings_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\n"
+        "fsdp_config:\n  fsdp_version: 1\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
+    )
+    done = _train(tmp_path, "--config", "fsdp.yaml", "--steps", "3", "--cpu", "--set", "sharding_strategy=2", "-q")
+    assert done.code == 0, done.err
+    assert done.out == "run/step-3\n"
+    assert (tmp_path / "run" / "step-3" / "pytorch_model_fsdp.bin").is_file()  # as FULL_STATE_DICT says
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["fsdp"]["sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    terminal = Terminal(["train", "run", "--steps", "100000", "--cpu"], tmp_path, limit_s=120)
+    terminal.wait_for("loss")
+    terminal.type("\x03")
+    assert terminal.end() == 130, terminal.screen
+    assert "which was saved" in terminal.screen
+    assert "fsdp-ckpt train run --resume auto" in terminal.screen
+    (saved,) = (tmp_path / "run").glob("step-*")
+    assert run("inspect", saved).code == 0
+    assert _ranks_are_gone(tmp_path)
+
+
+def test_sigterm_saves(tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        [TOOL, "train", "run", "--steps", "100000", "--cpu"], cwd=tmp_path, env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + 90
+        while "stepped" not in _text(tmp_path / "run" / "log.jsonl"):
+            assert time.monotonic() < limit, "no step was ever done"
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=60) == 143
+    finally:
+        job.kill()
+        job.wait()
+    assert list((tmp_path / "run").glob("step-*"))
+    assert _ranks_are_gone(tmp_path)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _ranks_are_gone(folder: Path) -> bool:
+    """Tell whether no process works in a folder any more; ranks may take a moment to end."""
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        places = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                places.append(os.readlink(process / "cwd"))
+            except OSError:
+                continue
+        if str(folder.resolve()) not in places:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--resume", "nothing"], 3, "no checkpoint to resume from"),
+        (["--kill-at", "500"], 2, "kill_at"),
+        (["--config", "nothing.yaml"], 2, "cannot be read"),
+        (["--set", "fsdp_version=4"], 2, "fsdp_version"),
+        (["--lr", "0"], 2, "lr"),
+        (["--steps", "0"], 2, "steps"),
+    ],
+)
+def test_mistakes_are_found_before_ranks_start(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    refused = _train(tmp_path, *arguments)
+    assert_refused(refused, code)
+    assert said in refused.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_only_ranks_can_tell_comes_through_as_one_message(tmp_path: Path) -> None:
+    refused = _train(tmp_path, "--batch-size", "5", "--cpu", "--steps", "2")
+    assert_refused(refused, 2)
+    assert refused.err.count("batch_size: 5 is not possible") == 1
+
+
+def test_generate_says_what_is_missing(tmp_path: Path) -> None:
+    assert_refused(run("generate", "nothing", cwd=tmp_path), 3)
+    assert_refused(run("generate", "nothing", "12a4", cwd=tmp_path), 2)

@@ -43,8 +43,8 @@ def render() -> str:
     pages.append(
         "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact"
         "\nbytes. The other fields are those of `fsdp_ckpt.InspectReport` and `fsdp_ckpt.MergeReport`, whose docstrings"
-        "\ndescribe them. `config` commands print `config` (Accelerate's keys), `origins` and `notes`; conversions `changed`"
-        "\nand `dropped`; `launch --dry-run` `command` and `environment`."
+        "\ndescribe them. `config` commands print `config` (Accelerate's keys), `origins` and `notes`; conversions"
+        "\n`changed` and `dropped`; `launch --dry-run` `command` and `environment`."
         "\n\n## Environment\n\n| variable | effect |\n|---|---|"
         "\n| `FSDP_CKPT_DEBUG=1` | tracebacks, as with `--debug` |"
         "\n| `FSDP_CKPT_PROGRESS=none` | no progress |"

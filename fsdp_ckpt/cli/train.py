@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from fsdp_ckpt.cli import out
 from fsdp_ckpt.cli.guard import guard
 from fsdp_ckpt.cli.launch import ConfigFile, Settings
+from fsdp_ckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp_ckpt.config.launch import LaunchConfig
@@ -94,7 +96,6 @@ def _job(config: str | None, nproc: int | None, *, cpu: bool, settings: list[str
     from fsdp_ckpt.config.find import visible_devices
     from fsdp_ckpt.config.launch import LaunchConfig
     from fsdp_ckpt.config.override import override, read_settings
-    from fsdp_ckpt.errors import UsageError
 
     if config is not None:
         base = read_config(config)
@@ -110,18 +111,17 @@ def _job(config: str | None, nproc: int | None, *, cpu: bool, settings: list[str
 
 @guard
 def generate(
-    path: Annotated[str, typer.Argument(metavar="MODEL", help="Merged model: folder or model.safetensors.")],
+    path: Annotated[str, typer.Argument(metavar="MODEL", help="Merged model, or a checkpoint.")],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[DIGITS]...", help="Numbers to sort.")] = None,
     held_out: Annotated[int, typer.Option(min=0, help="Ask this many held-out numbers, too.")] = 0,
-    digits: Annotated[int, typer.Option(min=1, help="Length of those.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Let a model that `train` trained, and `merge` merged, sort digits."""
+    """Let a model that `train` trained sort digits: merged by `merge`, or a step-N as it is."""
     from fsdp_ckpt.train.driver.generate import generate as run
 
-    asked = prompts or ([] if held_out else ["31415926"])
-    report = run(path, asked, num_samples=held_out, digits=digits, seed=seed)
+    if not prompts and not held_out:
+        raise UsageError("there is nothing to ask", hint=f"fsdp-ckpt generate {shlex.quote(path)} 31415926")
+    report = run(path, prompts or (), num_samples=held_out)
     if as_json:
         out.json_report("generate", report)
         return

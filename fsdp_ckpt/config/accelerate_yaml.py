@@ -226,7 +226,7 @@ def _fsdp_items(config: LaunchConfig, fsdp: FSDPConfig) -> Iterator[tuple[str, A
         if name == "sharding_strategy":
             yield from _strategy_items(config, value)
         elif name == "transformer_layer_cls_to_wrap":
-            if value:
+            if value or _is_stated(config, option.key):  # Enter in `accelerate config` writes an empty text
                 yield option.key, ",".join(value)
         elif name != "min_num_params" or fsdp.auto_wrap_policy == "SIZE_BASED_WRAP":
             yield option.key, value

@@ -61,12 +61,17 @@ def test_a_killed_run_goes_on_and_learns(tmp_path: Path) -> None:
     assert losses[41][1] == pytest.approx(losses[41][0], rel=1e-5)
 
     assert run("merge", "run/step-120", "merged", cwd=tmp_path).code == 0
-    said = run("generate", "merged", "314", "--held-out", "200", "--digits", "3", "--json", cwd=tmp_path)
+    said = run("generate", "merged", "314", "--held-out", "200", "--json", cwd=tmp_path)
     report = json.loads(said.out)
     assert report["answers"] == [["314", "134", True]]
     assert report["accuracy"] > 0.9
     again = run("generate", "merged/model.safetensors", "314", cwd=tmp_path)
     assert again.out == "314 > 134  right\n"
+    sharded = run("generate", "run/step-120", "314", cwd=tmp_path)
+    assert sharded.out == "314 > 134  right\n"
+    refused = run("generate", "merged", "3141", cwd=tmp_path)
+    assert_refused(refused, 2)
+    assert "trained on numbers of 3" in refused.err
 
 
 def test_a_configuration_and_settings_are_followed(tmp_path: Path) -> None:

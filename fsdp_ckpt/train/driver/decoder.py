@@ -44,6 +44,9 @@ class DecoderConfig:
         Raises:
             KeyError: A size is missing.
         """
+        rope = values.get("rope_parameters")  # where transformers 5 keeps it
+        if isinstance(rope, dict) and "rope_theta" in rope:
+            values = {**values, "rope_theta": rope["rope_theta"]}
         optional = ("rms_norm_eps", "rope_theta", "tie_word_embeddings")
         return cls(**{name: values[name] for name in cls.__slots__ if name in values or name not in optional})
 

@@ -35,8 +35,8 @@ from fsdp_ckpt import FSDPConfig, wrap
 
 config = FSDPConfig(fsdp_version=1, sharding_strategy="SHARD_GRAD_OP", mixed_precision="bf16")
 config = FSDPConfig.from_file("fsdp.yaml")
-config = FSDPConfig.from_env()              # in a script started by `fsdp-ckpt launch` or `accelerate launch`
-model = wrap(model, config)                 # FSDP1 or FSDP2, as it says
+config = FSDPConfig.from_env()  # in a script started by `fsdp-ckpt launch` or `accelerate launch`
+model = wrap(model, config)  # FSDP1 or FSDP2, as it says
 ```
 
 ## Options

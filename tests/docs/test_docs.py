@@ -28,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as the README supposes it: the reader's checkpoint-2000 is in it."""
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         shutil.copytree(ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / "checkpoint-2000" / part)
+    (tmp_path / "train.py").write_text("open('started', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -38,8 +39,15 @@ def test_readme_commands_run(folder: Path) -> None:
     assert len(commands) >= 3
     for command in commands:
         assert command[0] == "fsdp-ckpt"
-        subprocess.run([TOOL, *command[1:]], check=True, timeout=60, cwd=folder, capture_output=True)
+        asks = command[1:3] == ["config", "init"]  # and there is no terminal here
+        done = subprocess.run(
+            [TOOL, *command[1:], *(["--yes"] if asks else [])], check=False, timeout=150, cwd=folder,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == (137 if "--kill-at" in command else 0), done.stderr
     assert (folder / "out/model.safetensors").is_file()
+    assert (folder / "run/step-400/fsdp_ckpt.json").is_file()
+    assert (folder / "started").is_file()
 
 
 def test_readme_python_runs(folder: Path) -> None:
@@ -85,11 +93,16 @@ def test_training_programs_run(number: int, tmp_path: Path) -> None:
 
 
 def test_all_training_programs_were_found() -> None:
-    assert len(PROGRAMS) == 6
+    assert len(PROGRAMS) == 7
 
 
 @pytest.mark.parametrize(
-    ("script", "target"), [("make_reference", "reference.md"), ("make_pictures", "images/inspect.svg")]
+    ("script", "target"),
+    [
+        ("make_reference", "reference.md"),
+        ("make_configuration", "configuration.md"),
+        ("make_pictures", "images/inspect.svg"),
+    ],
 )
 def test_generated_pages_are_fresh(script: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")

@@ -28,10 +28,12 @@ app = typer.Typer(
 Start here:
   fsdp-ckpt inspect CHECKPOINT          what is in it, and is it whole?
   fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
+  fsdp-ckpt train run --kill-at 200     see saving, dying and resuming work
+  fsdp-ckpt config init                 describe an FSDP setup; then launch
 \b
 Exit codes: 0 ok, 2 usage, 3 no checkpoint, 4 corrupt or incomplete,
   5 destination exists, 6 not enough disk or memory, 8 incompatible,
-  70 internal error, 130 and 143 signals.
+  70 internal error, 128 + N ended by signal N. launch: those of the script.
 """,
 )
 
@@ -56,7 +58,7 @@ def root(
         bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks. Also FSDP_CKPT_DEBUG=1.")
     ] = False,
 ) -> None:
-    """Look into, check and merge checkpoints of PyTorch FSDP, without torch and without running their pickles."""
+    """Checkpoints of PyTorch FSDP: look into them, check and merge them without torch; start and resume jobs."""
 
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)

@@ -71,9 +71,12 @@ def init(
     from fsdp_ckpt.config.override import override, read_settings
     from fsdp_ckpt.config.questions import config_of_answers
     from fsdp_ckpt.errors import DestinationExists
+    from fsdp_ckpt.ops.launch import check_startable
     from fsdp_ckpt.ops.write_config import write_text
 
     settings = read_settings(set_ or ())
+    if os.path.isdir(target):
+        raise DestinationExists(f"{target}: this is a folder", hint=f"give a file: {os.path.join(target, 'fsdp.yaml')}")
     if os.path.exists(target) and not overwrite:
         raise DestinationExists(f"{target}: there is a file already", hint="add --overwrite to replace it")
     config = override(LaunchConfig(), settings, {"num_processes": num_processes})
@@ -93,6 +96,7 @@ def init(
                 raise KeyboardInterrupt
         except EOFError:
             raise KeyboardInterrupt from None
+    check_startable(config)
     write_text(target, to_yaml(config), overwrite=overwrite)
     print(target)
     _notes(config)
@@ -134,11 +138,10 @@ def show(file: _Found = None, set_: _Set = None, as_json: _Json = False) -> None
 def check(file: _Found = None, set_: _Set = None, as_json: _Json = False) -> None:
     """Check a configuration: keys, values, contradictions, sizes. Ends with 0 when a job can be started with it."""
     from fsdp_ckpt.cli.config_view import as_report
+    from fsdp_ckpt.ops.launch import check_startable
 
     config = _found(file, set_)
-    config.check_sizes()
-    if config.num_processes is not None:
-        config.processes_per_machine()
+    check_startable(config)
     if as_json:
         out.json_report("config-check", as_report(config))
         return
@@ -198,6 +201,8 @@ def from_deepspeed(
 
     done = convert(file, num_processes=num_processes)
     report = as_report(done.config, changed=done.changed, dropped=done.dropped)
+    if done.config.num_processes is None and not as_json:
+        out.note("the number of ranks is not known: add -n N, or give --num-processes to launch")
     _finish("config-from-deepspeed", report, to_yaml(done.config), target, overwrite=overwrite, as_json=as_json)
 
 

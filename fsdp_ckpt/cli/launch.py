@@ -38,7 +38,9 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
     config: ConfigFile = None,
     num_processes: Processes = None,
-    num_machines: Annotated[int | None, typer.Option("--num-machines", "--num_machines", min=1)] = None,
+    num_machines: Annotated[
+        int | None, typer.Option("--num-machines", "--num_machines", min=1, help="Machines.")
+    ] = None,
     machine_rank: Annotated[
         int | None, typer.Option("--machine-rank", "--machine_rank", min=0, help="Number of this machine, from 0.")
     ] = None,
@@ -86,6 +88,8 @@ def launch(
         out.note(f"configuration: {name}")
     for text in plan.notes:
         out.note(text)
+    if plan.num_machines > 1 and machine_rank is None:
+        out.note(f"this is machine {found.machine_rank} of {plan.num_machines}: --machine-rank says otherwise")
     if dry_run:
         for variable, value in sorted(plan.environment.items()):
             print(f"{variable}={shlex.quote(value)} \\")

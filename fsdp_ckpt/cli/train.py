@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
+import signal
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,8 @@ from fsdp_ckpt.cli.launch import ConfigFile, Settings
 from fsdp_ckpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fsdp_ckpt.config.launch import LaunchConfig
 
 TRAIN_EXAMPLES = """\b
@@ -62,10 +64,11 @@ def train(
     from fsdp_ckpt.cli.train_view import TrainView
     from fsdp_ckpt.ops.launch import plan_launch
     from fsdp_ckpt.ops.run_job import run_job
-    from fsdp_ckpt.train.driver.events import LogReader
-    from fsdp_ckpt.train.driver.start import OPTIONS_FILE, settle_options
+    from fsdp_ckpt.train.driver.events import LogReader, Started
+    from fsdp_ckpt.train.driver.start import keep_options, options_before, settle_options
 
-    job = _job(config, nproc, cpu=cpu, settings=set_)
+    before = options_before(folder) if resume is not None else None
+    job = _job(config, nproc, cpu=cpu, settings=set_, fsdp=before.fsdp if before else None)
     assert job.fsdp is not None
     given = {
         "steps": steps, "save_every": save_every, "resume": resume, "keep": keep, "kill_at": kill_at,
@@ -73,27 +76,55 @@ def train(
         "fsdp": {field.name: getattr(job.fsdp, field.name) for field in fields(job.fsdp)},
     }  # fmt: skip
     options = settle_options(folder, given)
-    file, attempt = Path(folder) / OPTIONS_FILE, os.urandom(4).hex()
+    attempt = os.urandom(4).hex()
+    file = Path(folder) / f".train-{attempt}.json"
+    if job.num_processes and options.batch_size % job.num_processes:
+        raise UsageError(
+            f"--batch-size {options.batch_size} does not divide by {job.num_processes} ranks",
+            hint=f"add --batch-size {options.batch_size // job.num_processes * job.num_processes or job.num_processes}",
+        )
     plan = plan_launch(job, "fsdp_ckpt.train.driver", [str(file), attempt], module=True)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    options.write(file)
-    reader, view = LogReader(folder, attempt), TrainView(options, quiet=quiet or as_json)
     try:
-        end = run_job(plan, poll=lambda: view.show(reader.poll()))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        options.write(file)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written to: {error.strerror}", hint="name another folder") from None
+    reader, view = LogReader(folder, attempt), TrainView(options, quiet=quiet or as_json)
+
+    def follow() -> None:
+        events = reader.poll()
+        if any(isinstance(event, Started) for event in events):
+            keep_options(file, folder)  # not before: options that ranks refuse are no options of the run
+        view.show(events)
+
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))  # a closed terminal stops the ranks, too
+    try:
+        end = run_job(plan, poll=follow)
     except KeyboardInterrupt:
         view.close()
         view.say_next()
         raise
+    finally:
+        file.unlink(missing_ok=True)
     view.close()
     view.finish(end, as_json=as_json)
     if end.exit_code:
         raise typer.Exit(end.exit_code)
 
 
-def _job(config: str | None, nproc: int | None, *, cpu: bool, settings: list[str] | None) -> LaunchConfig:
-    """Return the job: of the file, or FSDP2 on 2 ranks."""
+def _job(
+    config: str | None,
+    nproc: int | None,
+    *,
+    cpu: bool,
+    settings: list[str] | None,
+    fsdp: Mapping[str, Any] | None = None,
+) -> LaunchConfig:
+    """Return the job: of the file, else sharded as the run was before, else FSDP2; a rank per GPU, or 2 on the CPU."""
     from fsdp_ckpt.config.accelerate_yaml import read_config
     from fsdp_ckpt.config.find import visible_devices
+    from fsdp_ckpt.config.fsdp import FSDPConfig
     from fsdp_ckpt.config.launch import LaunchConfig
     from fsdp_ckpt.config.override import override, read_settings
 
@@ -102,11 +133,13 @@ def _job(config: str | None, nproc: int | None, *, cpu: bool, settings: list[str
         if base.fsdp is None:
             raise UsageError(f"{config}: there is no fsdp_config in it", hint="fsdp-ckpt config init")
     else:
-        base = LaunchConfig(num_processes=max(visible_devices(os.environ), 2))
+        kept = FSDPConfig.of(fsdp or {})
+        ranks = 2 if cpu else visible_devices(os.environ) or 2
+        base = LaunchConfig(num_processes=ranks, fsdp=kept, mixed_precision=kept.mixed_precision)
     changes: dict[str, Any] = {"num_processes": nproc, "use_cpu": cpu or None}
     if cpu:
         changes["gpu_ids"] = ""
-    return override(base, read_settings(settings or ()), changes)
+    return override(base, read_settings(settings or (), in_process=True), changes)
 
 
 @guard
@@ -120,7 +153,10 @@ def generate(
     from fsdp_ckpt.train.driver.generate import generate as run
 
     if not prompts and not held_out:
-        raise UsageError("there is nothing to ask", hint=f"fsdp-ckpt generate {shlex.quote(path)} 31415926")
+        raise UsageError(
+            "there is nothing to ask",
+            hint=f"add numbers such as 31415926, or: fsdp-ckpt generate {path} --held-out 200",
+        )
     report = run(path, prompts or (), num_samples=held_out)
     if as_json:
         out.json_report("generate", report)

@@ -52,9 +52,9 @@ def to_deepspeed(config: LaunchConfig) -> DeepSpeedConversion:
     changed: list[str] = []
     zero: dict[str, Any] = {"stage": _stage(fsdp, changed)}
     if fsdp.is_hybrid:
-        size = fsdp.dp_shard_size or config.processes_per_machine() // (
-            fsdp.dp_replicate_size if config.num_machines == 1 else 1
-        )
+        per_machine = config.processes_per_machine()
+        total = per_machine * config.num_machines
+        size = fsdp.dp_shard_size or (total // fsdp.dp_replicate_size if fsdp.dp_replicate_size > 1 else per_machine)
         zero["zero_hpz_partition_size"] = size
         changed.append(f"whole copies over {size} ranks each: zero_hpz_partition_size: {size} (ZeRO++)")
     if fsdp.offload_params:
@@ -127,8 +127,28 @@ def _without_counterpart(fsdp: FSDPConfig, stage: int) -> list[str]:
         dropped.append(
             "activation_checkpointing: true: DeepSpeed needs the model's code to call its checkpoint function"
         )
+    dropped += _without_key(fsdp)
     if fsdp.ignored_modules:
         dropped.append("ignored_modules: DeepSpeed shards every parameter")
+    return dropped
+
+
+def _without_key(fsdp: FSDPConfig) -> list[str]:
+    dropped = []
+    if fsdp.activation_checkpointing_offload:
+        dropped.append(
+            "activation_checkpointing_offload: true: cpu_checkpointing of DeepSpeed's own checkpoint function"
+        )
+    sizes = {name: getattr(fsdp, name) or 1 for name in ("tp_size", "cp_size")}
+    dropped += [
+        f"{n}: {size}: set up in the script or by DeepSpeed's own options" for n, size in sizes.items() if size > 1
+    ]
+    if fsdp.mixed_precision == "fp8":
+        dropped.append("mixed_precision: fp8: DeepSpeed's file has bf16 and fp16 only")
+    if fsdp.mixed_precision_policy:
+        dropped.append("mixed_precision_policy: DeepSpeed's file has one precision for all")
+    if fsdp.limit_all_gathers is False:
+        dropped.append("limit_all_gathers: false: DeepSpeed has no such switch")
     return dropped
 
 
@@ -194,6 +214,19 @@ def _of_json(document: Document, dropped: list[str]) -> tuple[LaunchConfig, dict
         (name for name in names if _flag(document.section(name), "enabled", document)), "no"
     )
     known = ("zero_optimization", "bf16", "fp16")
+    for name in ("bf16", "fp16"):
+        section = document.section(name)
+        if section.get("enabled") == "auto":
+            dropped.append(f"{name}.enabled: auto: the Trainer decides it; set mixed_precision here")
+        dropped += [
+            f"{name}.{key}: FSDP has no such option"
+            for key, value in section.items()
+            if key != "enabled" and value != "auto"
+        ]
+    if zero.get("stage3_gather_16bit_weights_on_model_save") == "auto":
+        dropped.append(
+            "stage3_gather_16bit_weights_on_model_save: auto: read as false, state_dict_type: SHARDED_STATE_DICT"
+        )
     others = [key for key, value in document.values.items() if key not in known and value != "auto"]
     dropped += [f"{key}: set it in the training script; FSDP has no such option" for key in others]
     return LaunchConfig(distributed_type="FSDP", num_processes=None), zero, precision

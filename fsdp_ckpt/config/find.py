@@ -55,6 +55,8 @@ def with_processes(config: LaunchConfig, environ: Mapping[str, str]) -> LaunchCo
     """Settle an open number of processes: one per device of this machine, or one."""
     if config.num_processes is not None:
         return config
-    count = max(visible_devices(environ), 1) * config.num_machines
+    chosen = environ if config.gpu_ids in (None, "all") else {**environ, "CUDA_VISIBLE_DEVICES": str(config.gpu_ids)}
+    on_cpu = config.use_cpu or config.distributed_type == "MULTI_CPU"
+    count = (1 if on_cpu else max(visible_devices(chosen), 1)) * config.num_machines
     origins = dict(config.origins) | {"num_processes": "one per device"}
     return replace(config, num_processes=count, origins=origins)

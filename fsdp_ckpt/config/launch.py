@@ -129,6 +129,6 @@ class LaunchConfig:
         if not fits:
             shown = " x ".join(f"{name} {size}" for name, size in known.items() if size not in (None, 1)) or "1"
             raise UsageError(
-                f"{shown} = {product} does not fit num_processes: {self.num_processes}",
-                hint="the product of the sizes has to be the number of processes",
+                f"{shown}{f' = {product}' if ' x ' in shown else ''} does not fit num_processes: {self.num_processes}",
+                hint="the product of the sizes has to be the number of processes, or to divide it",
             )

@@ -260,7 +260,8 @@ OPTIONS: Mapping[str, Option] = {
         Option(
             name="ignored_modules",
             kind="text",
-            meaning="Modules that are left whole on every rank: a regular expression that matches their full names.",
+            meaning="Modules that are left whole on every rank: a regular expression that matches their full names. "
+            "FSDP does not reduce their gradients: freeze them, or reduce these in the training loop.",
             key="fsdp_ignored_modules",
             variable="FSDP_IGNORED_MODULES",
             torch="`ignored_states` / `ignored_params`",

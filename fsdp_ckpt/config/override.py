@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fsdp_ckpt.config.fsdp import FSDPConfig, read_value
+from fsdp_ckpt.config.fsdp2 import to_fsdp2
 from fsdp_ckpt.config.launch import LaunchConfig
 from fsdp_ckpt.config.notes import notes_on
 from fsdp_ckpt.config.options import OPTIONS, Option
@@ -16,10 +17,14 @@ from fsdp_ckpt.errors import UsageError
 __all__ = ["override", "read_settings"]
 
 
-def read_settings(texts: Sequence[str]) -> dict[str, Any]:
+def read_settings(texts: Sequence[str], *, in_process: bool = False) -> dict[str, Any]:
     """Read ``NAME=VALUE`` texts into values of ``FSDPConfig`` by field name.
 
     A name may have Accelerate's prefix: ``fsdp_offload_params`` is ``offload_params``.
+
+    Args:
+        texts: They.
+        in_process: Allow options that neither files nor variables can carry, such as ``limit_all_gathers``.
 
     Raises:
         UsageError: A text of another form, an unknown name, or a value that is not allowed.
@@ -30,6 +35,11 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise UsageError(f"--set {text}: allowed: NAME=VALUE", hint="--set offload_params=true")
         option = _option(name.strip())
+        if option.section is None and not in_process:
+            raise UsageError(
+                f"--set {option.name}: neither a file nor a variable carries it to a script",
+                hint=f"in the script: FSDPConfig({option.name}=…)",
+            )
         try:
             result[option.name] = read_value(option, value.strip())
         except ValueError as error:
@@ -55,7 +65,8 @@ def override(config: LaunchConfig, settings: Mapping[str, Any], job: Mapping[str
 
     Args:
         config: What a file says.
-        settings: Values of ``FSDPConfig`` by field name; ``fsdp_version`` brings that version's other defaults along.
+        settings: Values of ``FSDPConfig`` by field name; another
+            ``fsdp_version`` converts the rest as ``to_fsdp2`` does.
         job: Values of ``LaunchConfig`` by field name; None says nothing.
 
     Raises:
@@ -74,16 +85,33 @@ def override(config: LaunchConfig, settings: Mapping[str, Any], job: Mapping[str
                 f"--set {next(iter(settings))}: distributed_type is {config.distributed_type}, there is no FSDP to set"
             )
         return replace(config, **{**given, "mixed_precision": precision}, origins=origins)
-    fsdp = _replaced(config.fsdp, settings)
+    fsdp = _replaced(_of_version(config, settings.get("fsdp_version")), settings)
     new = replace(config, **{**given, "mixed_precision": fsdp.mixed_precision, "fsdp": fsdp}, origins=origins)
     return replace(new, notes=notes_on(new))
 
 
+def _of_version(config: LaunchConfig, version: int | None) -> FSDPConfig:
+    """Return the FSDP options as another version has them: with the same sharding, not with its defaults."""
+    assert config.fsdp is not None
+    if version in (None, config.fsdp.fsdp_version):
+        return config.fsdp
+    if version == 2:
+        converted = to_fsdp2(config).config.fsdp
+        assert converted is not None
+        return converted
+    old = config.fsdp
+    names = [name for name, option in OPTIONS.items() if 1 in option.versions and 2 in option.versions]
+    strategy = (
+        ("HYBRID_SHARD" if old.reshard_after_forward else "HYBRID_SHARD_ZERO2")
+        if old.is_hybrid
+        else ("FULL_SHARD" if old.reshard_after_forward else "SHARD_GRAD_OP")
+    )
+    return FSDPConfig.of(
+        {name: getattr(old, name) for name in names}
+        | {"fsdp_version": 1, "sharding_strategy": strategy, "tp_size": old.tp_size, "cp_size": old.cp_size}
+    )
+
+
 def _replaced(old: FSDPConfig, settings: Mapping[str, Any]) -> FSDPConfig:
-    version = settings.get("fsdp_version", old.fsdp_version)
-    both = {
-        field.name: getattr(old, field.name)
-        for field in fields(old)
-        if old.fsdp_version == version or len(OPTIONS[field.name].versions) == 2
-    }
-    return FSDPConfig.of({**both, **settings})
+    """Replace values; what is given together with another version is that version's."""
+    return FSDPConfig.of({**{field.name: getattr(old, field.name) for field in fields(old)}, **settings})

@@ -13,7 +13,7 @@ from fsdp_ckpt.config.find import with_processes
 from fsdp_ckpt.config.launch import LaunchConfig
 from fsdp_ckpt.errors import UsageError
 
-__all__ = ["LaunchPlan", "plan_launch"]
+__all__ = ["LaunchPlan", "check_startable", "plan_launch"]
 
 _DEFAULT_PORT = 29500
 
@@ -58,13 +58,7 @@ def plan_launch(
         UsageError: There is no such file, a port that is taken, a job that torchrun cannot start.
     """
     environ = os.environ if environ is None else environ
-    if config.distributed_type == "DEEPSPEED":
-        raise UsageError(
-            "distributed_type: DEEPSPEED: fsdp-ckpt starts FSDP and plain jobs only",
-            hint="accelerate launch, or fsdp-ckpt config from-deepspeed FILE OUT",
-        )
-    if config.carried.get("mpirun_config"):
-        raise UsageError("mpirun_config: fsdp-ckpt starts processes by torchrun only", hint="accelerate launch")
+    check_startable(config)
     if not module and not os.path.isfile(script):
         raise UsageError(f"{script}: there is no such file", hint="a module is started with -m NAME")
     config = with_processes(config, environ)
@@ -81,6 +75,24 @@ def plan_launch(
         num_machines=config.num_machines,
         notes=config.notes,
     )
+
+
+def check_startable(config: LaunchConfig) -> None:
+    """Make sure that torchrun can start a job.
+
+    Raises:
+        UsageError: It needs another launcher, or its sizes do not fit.
+    """
+    if config.distributed_type == "DEEPSPEED":
+        raise UsageError(
+            "distributed_type: DEEPSPEED: fsdp-ckpt starts FSDP and plain jobs only",
+            hint="accelerate launch, or fsdp-ckpt config from-deepspeed FILE OUT",
+        )
+    if config.carried.get("mpirun_config"):
+        raise UsageError("mpirun_config: fsdp-ckpt starts processes by torchrun only", hint="accelerate launch")
+    config.check_sizes()
+    if config.num_processes is not None:
+        config.processes_per_machine()
 
 
 def _rendezvous(config: LaunchConfig) -> list[str]:

@@ -9,8 +9,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_ckpt.ops.launch import LaunchPlan
 
@@ -37,7 +38,8 @@ class JobEnd:
 def run_job(plan: LaunchPlan, *, poll: Callable[[], None]) -> JobEnd:
     """Run a job to its end.
 
-    When this process is interrupted, the ranks are asked to stop by SIGTERM and waited for, a minute at most.
+    When this process is interrupted, the ranks are asked to stop by SIGTERM. torchrun gives them 30 seconds to save,
+    and ends them; interrupted once more, this process ends all of them at once.
 
     Args:
         plan: The job.
@@ -72,6 +74,24 @@ def _stopped_when_interrupted(job: subprocess.Popen[bytes]) -> Iterator[None]:
             job.wait(timeout=_PATIENCE_S)
         finally:
             if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+                for pid in [job.pid, *_descendants(job.pid)]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 job.wait()
         raise
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below one: torchrun gives every rank a session of its own, so no group has them all."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
+        if entry.name.isdecimal():
+            with suppress(OSError, ValueError, IndexError):
+                text = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+                children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found

@@ -33,9 +33,10 @@ def find_shared_bytes(tensors: Iterable[TensorEntry]) -> tuple[str, str] | None:
     by_key = {tensor.key: tensor for tensor in listed}
     for extents in by_file.values():
         extents.sort()
-        end, owner = 0, ""
+        begin, end, owner = 0, 0, ""
         for start, stop, key in extents:
-            if start < end and (owner == key or same_bytes(by_key[owner]) != same_bytes(by_key[key])):
+            is_shared = (start, stop) == (begin, end) and owner != key
+            if start < end and not (is_shared and same_bytes(by_key[owner]) == same_bytes(by_key[key])):
                 return owner, key
-            end, owner = stop, key
+            begin, end, owner = start, stop, key
     return None

@@ -53,6 +53,11 @@ class Terminal:
         os.close(self._descriptor)
         return os.waitstatus_to_exitcode(status)
 
+    def hang_up(self) -> None:
+        """Close the terminal, as closing its window does, and wait for the command to end."""
+        os.close(self._descriptor)
+        os.waitpid(self._pid, 0)
+
     def _read(self) -> bool:
         left = self._ends - time.monotonic()
         if left <= 0 or not select.select([self._descriptor], [], [], left)[0]:

@@ -51,6 +51,35 @@ def test_flags_go_before_the_file(old: Path) -> None:
     assert rows["offload_params"] == ["false", "--set"]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("{fsdp_version: 1, fsdp_sharding_strategy: SHARD_GRAD_OP}", 2, {"reshard_after_forward": "false"}),
+        (
+            "{fsdp_version: 1, fsdp_sharding_strategy: HYBRID_SHARD}",
+            2,
+            {"dp_replicate_size": "2", "dp_shard_size": "4"},
+        ),
+        ("{fsdp_version: 2, fsdp_reshard_after_forward: false}", 1, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("{fsdp_version: 1, fsdp_sharding_strategy: NO_SHARD}", 2, None),
+    ],
+)
+def test_another_version_shards_alike(tmp_path: Path, before: str, after: int, expected: dict[str, str] | None) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\nfsdp_config: {before}\n")
+    done = run("config", "show", path, "--set", f"fsdp_version={after}")
+    if expected is None:
+        assert_refused(done, 8)
+        return
+    shown = {line.split()[0]: line.split()[1] for line in done.out.splitlines()}
+    assert shown["fsdp_version"] == str(after)
+    assert shown | expected == shown
+
+
+def test_what_cannot_reach_a_script_is_refused(old: Path) -> None:
+    assert_refused(run("config", "show", old, "--set", "limit_all_gathers=false"), 2)
+
+
 def test_json_has_the_values_of_the_file(old: Path) -> None:
     report = json.loads(run("config", "show", old, "--json").out)
     assert report["schema"] == "fsdp-ckpt/config-show/1"
@@ -93,6 +122,21 @@ def test_the_file_is_found_here_or_where_accelerate_puts_it(old: Path, tmp_path:
     assert "default_config.yaml" in found.err
     (tmp_path / "fsdp.yaml").write_text(FSDP1)
     assert "configuration: fsdp.yaml" in run("config", "check", cwd=tmp_path, env=env).err
+
+
+def test_check_refuses_what_launch_would(tmp_path: Path) -> None:
+    path = tmp_path / "ds.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n")
+    refused = run("config", "check", path)
+    assert_refused(refused, 2)
+    assert refused.hint is not None
+    assert "from-deepspeed" in refused.hint
+
+
+def test_init_writes_nothing_that_check_would_refuse(tmp_path: Path) -> None:
+    refused = run("config", "init", "--yes", "-n", "6", "--set", "dp_replicate_size=4", cwd=tmp_path)
+    assert_refused(refused, 2)
+    assert not (tmp_path / "fsdp.yaml").exists()
 
 
 def test_to_fsdp2_keeps_what_it_can_and_lists_the_rest(old: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_killed_run_goes_on_and_learns(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "run").glob("[a-z]*")) == ["log.jsonl", "step-40", "train.json"]
 
     refused = _train(tmp_path, "--cpu")
-    assert_refused(refused, 2)
+    assert_refused(refused, 5)
     assert refused.hint is not None
     assert "--resume auto" in refused.hint
 
@@ -84,6 +84,46 @@ def test_a_configuration_and_settings_are_followed(tmp_path: Path) -> None:
     assert done.out == "run/step-3\n"
     assert (tmp_path / "run" / "step-3" / "pytorch_model_fsdp.bin").is_file()  # as FULL_STATE_DICT says
     assert json.loads((tmp_path / "run" / "train.json").read_text())["fsdp"]["sharding_strategy"] == "SHARD_GRAD_OP"
+
+
+def test_a_resume_keeps_the_sharding_and_takes_a_new_learning_rate(tmp_path: Path) -> None:
+    first = ("--steps", "4", "--save-every", "2", "--digits", "3", "--cpu", "-q")
+    sharding = ("--set", "fsdp_version=1", "--set", "state_dict_type=FULL_STATE_DICT")
+    assert _train(tmp_path, *first, *sharding).code == 0
+    assert _train(tmp_path, "--resume", "auto", "--steps", "8", "--lr", "1e-5", "--cpu", "-q").code == 0
+    assert (tmp_path / "run" / "step-8" / "pytorch_model_fsdp.bin").is_file()
+    events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    started = [event for event in events if event["kind"] == "started"]
+    assert [event["fsdp"].startswith("FSDP1") for event in started] == [True, True]
+    rates = {event["step"]: event["lr"] for event in events if event["kind"] == "stepped"}
+    # Warm-up over 20 steps: (done + 1) / 21 of the highest rate, which is another one since step 5.
+    assert rates[4] == pytest.approx(3e-3 * 4 / 21)
+    assert rates[5] == pytest.approx(1e-5 * 5 / 21)
+    assert rates[8] == pytest.approx(1e-5 * 8 / 21)
+
+    refused = _train(tmp_path, "--resume", "auto", "--steps", "9", "--batch-size", "5", "--cpu")
+    assert_refused(refused, 2)
+    kept = json.loads((tmp_path / "run" / "train.json").read_text())
+    assert (kept["batch_size"], kept["steps"], kept["lr"]) == (64, 8, 1e-5)
+    assert not list((tmp_path / "run").glob(".train-*"))
+
+
+def test_ctrl_c_twice_leaves_no_rank_behind(tmp_path: Path) -> None:
+    terminal = Terminal(["train", "run", "--steps", "100000", "--cpu"], tmp_path, limit_s=120)
+    terminal.wait_for("loss")
+    terminal.type("\x03")
+    time.sleep(0.2)
+    terminal.type("\x03")
+    assert terminal.end() == 130, terminal.screen
+    assert _ranks_are_gone(tmp_path)
+
+
+def test_a_closed_terminal_stops_the_ranks(tmp_path: Path) -> None:
+    terminal = Terminal(["train", "run", "--steps", "100000", "--cpu"], tmp_path, limit_s=120)
+    terminal.wait_for("loss")
+    terminal.hang_up()
+    assert _ranks_are_gone(tmp_path)
+    assert list((tmp_path / "run").glob("step-*"))
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -146,6 +186,8 @@ def _ranks_are_gone(folder: Path) -> bool:
         (["--set", "fsdp_version=4"], 2, "fsdp_version"),
         (["--lr", "0"], 2, "lr"),
         (["--steps", "0"], 2, "steps"),
+        (["--batch-size", "5", "--cpu"], 2, "--batch-size 5 does not divide by 2 ranks"),
+        (["--set", "ignored_modules=lm_head"], 2, "ignored_modules"),
     ],
 )
 def test_mistakes_are_found_before_ranks_start(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
@@ -155,12 +197,30 @@ def test_mistakes_are_found_before_ranks_start(tmp_path: Path, arguments: list[s
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_cannot_be_is_no_internal_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/run"):
+        refused = run("train", folder, "--steps", "2", cwd=tmp_path)
+        assert_refused(refused, 2)
+        assert "cannot be written to" in refused.err
+
+
+def test_flat_parameters_are_resumed_on_as_many_ranks(tmp_path: Path) -> None:
+    local = ("--set", "fsdp_version=1", "--set", "state_dict_type=LOCAL_STATE_DICT", "--steps", "2", "--cpu", "-q")
+    assert _train(tmp_path, *local, "--digits", "3").code == 0
+    again = _train(tmp_path, "--resume", "auto", "--steps", "4", "--cpu", "-q")
+    assert again.code == 0, again.err
+    assert again.out == "run/step-4\n"
+
+
 def test_what_only_ranks_can_tell_comes_through_as_one_message(tmp_path: Path) -> None:
-    refused = _train(tmp_path, "--batch-size", "5", "--cpu", "--steps", "2")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
+    refused = _train(tmp_path, "--model", "config.json", "--cpu", "--steps", "2")
     assert_refused(refused, 2)
-    assert refused.err.count("batch_size: 5 is not possible") == 1
+    assert refused.err.count("has vocab_size 3; allowed for this task: 16 or more") == 1
 
 
 def test_generate_says_what_is_missing(tmp_path: Path) -> None:
-    assert_refused(run("generate", "nothing", cwd=tmp_path), 3)
+    assert_refused(run("generate", "nothing", "3141", cwd=tmp_path), 3)
+    assert_refused(run("generate", "nothing", cwd=tmp_path), 2)
     assert_refused(run("generate", "nothing", "12a4", cwd=tmp_path), 2)

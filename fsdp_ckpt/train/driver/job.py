@@ -131,6 +131,8 @@ def prepare(options: TrainOptions, ranks: Ranks, device: torch.device, attempt: 
         report = checkpointer.resume()
     elif options.resume is not None:
         report = load_state(options.resume, model, optimizer, scheduler)
+    if report is not None:
+        _follow_options(optimizer, scheduler, options)
     job = Job(
         options=options,
         ranks=ranks,
@@ -145,6 +147,15 @@ def prepare(options: TrainOptions, ranks: Ranks, device: torch.device, attempt: 
     if ranks.is_first:
         job.tell(_started(job, fsdp, built.num_params, report))
     return job
+
+
+def _follow_options(optimizer: AdamW, scheduler: LambdaLR, options: TrainOptions) -> None:
+    """Take the learning rate of the options, which may be another than the checkpoint's, at the checkpoint's place."""
+    scheduler.base_lrs = [options.lr] * len(optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = options.lr
+        group["lr"] = options.lr * _lr_share(scheduler.last_epoch, options)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # get_last_lr() has no setter
 
 
 def _open_log(folder: str, attempt: str) -> LogWriter:

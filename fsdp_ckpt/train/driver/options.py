@@ -146,6 +146,11 @@ def _check_fsdp(values: Any) -> None:
     if not isinstance(values, Mapping):
         raise UsageError(f"fsdp: {values!r} is not possible; allowed: options of FSDPConfig by name")
     config = FSDPConfig.of(values)
+    if config.ignored_modules is not None:
+        raise UsageError(
+            f"ignored_modules: {config.ignored_modules} is not possible here: this loop does not reduce the gradients "
+            "of modules that FSDP leaves alone, and ranks would drift apart"
+        )
     if config.mixed_precision == "fp16" or "float16" in (config.mixed_precision_policy or {}).values():
         raise UsageError(
             "mixed_precision: fp16 is not possible here, as it takes a gradient scaler; allowed: no, bf16",

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_ckpt.errors import CheckpointNotFound, UsageError
+from fsdp_ckpt.errors import CheckpointNotFound, DestinationExists
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.train.driver.options import AUTO, TrainOptions
 
-__all__ = ["OPTIONS_FILE", "settle_options"]
+__all__ = ["OPTIONS_FILE", "keep_options", "options_before", "settle_options"]
 
 OPTIONS_FILE = "train.json"
 """Name of the options in a run's folder: what ranks read, and what a later ``--resume`` goes on with."""
 
 # Of one attempt, not of the run.
-_NOT_KEPT = ("folder", "resume", "kill_at", "fsdp")
+_NOT_KEPT = ("folder", "resume", "kill_at")
 
 
 def settle_options(folder: str | os.PathLike[str], given: Mapping[str, Any]) -> TrainOptions:
@@ -29,21 +29,39 @@ def settle_options(folder: str | os.PathLike[str], given: Mapping[str, Any]) -> 
         given: Values by name; None says nothing.
 
     Raises:
-        UsageError: A value that is not allowed; or the folder has checkpoints, and nothing says to resume.
+        UsageError: A value that is not allowed.
+        DestinationExists: The folder has checkpoints, and nothing says to resume.
         CheckpointNotFound: The checkpoint to resume from is not there.
     """
     path = Path(folder)
     values = {name: value for name, value in given.items() if value is not None}
     resume = values.get("resume")
     if resume is None and path.is_dir() and list_checkpoints(path):
-        raise UsageError(
+        raise DestinationExists(
             f"{path} already holds checkpoints; nothing was changed",
             hint=f"fsdp-ckpt train {path} --resume auto goes on from the newest; or name another folder",
         )
     if resume not in (None, AUTO) and not os.path.exists(resume):
-        raise CheckpointNotFound(f"{resume}: there is no checkpoint to resume from", hint="--resume auto")
+        raise CheckpointNotFound(
+            f"{resume}: there is no checkpoint to resume from", hint=f"fsdp-ckpt train {path} --resume auto"
+        )
     kept: dict[str, Any] = {}
-    if resume is not None and (path / OPTIONS_FILE).is_file():
-        before = asdict(TrainOptions.read(path / OPTIONS_FILE))
-        kept = {name: value for name, value in before.items() if name not in _NOT_KEPT}
+    before = options_before(path) if resume is not None else None
+    if before is not None:
+        kept = {name: value for name, value in asdict(before).items() if name not in _NOT_KEPT}
     return TrainOptions(**{**kept, **values, "folder": str(path)})
+
+
+def options_before(folder: str | os.PathLike[str]) -> TrainOptions | None:
+    """Return the options that a run had; None when it had none yet.
+
+    Raises:
+        UsageError: The file is damaged.
+    """
+    file = Path(folder) / OPTIONS_FILE
+    return TrainOptions.read(file) if file.is_file() else None
+
+
+def keep_options(written: Path, folder: str | os.PathLike[str]) -> None:
+    """Make the options of an attempt that has begun those of the run, in one step."""
+    os.replace(written, Path(folder) / OPTIONS_FILE)

@@ -17,9 +17,14 @@ __all__ = ["check_mesh", "choose_device", "group_of", "make_mesh", "mesh_shape"]
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
-    """Return this rank's device: what is given, else the CUDA device of its number on the node, else the CPU."""
+    """Return this rank's device: what is given, else the CUDA device of its number on the node, else the CPU.
+
+    ``ACCELERATE_USE_CPU``, which ``launch --cpu`` sets, asks for the CPU.
+    """
     if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("", "0", "false")
+        on_cuda = torch.cuda.is_available() and not wants_cpu
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_cuda else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda":
         index: Any = chosen.index  # None for plain "cuda"

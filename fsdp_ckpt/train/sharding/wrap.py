@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -31,6 +32,7 @@ from fsdp_ckpt.train.sharding.values import Values, demand_same_model, prepare_v
 __all__ = ["wrap"]
 
 _DOING = "sharding the model"
+_log = logging.getLogger("fsdp_ckpt")
 
 
 def wrap(
@@ -97,6 +99,7 @@ def wrap(
         if mesh is not None:
             check_mesh(mesh, config, device)
         ignored = ignored_modules(model, config.ignored_modules)
+        _warn_of_trained(ignored)
         units = choose_units(model, config, ignored)
         layers = recomputed(model, units, ignored) if config.activation_checkpointing else []
         units = set_norms_apart(model, config, units, ignored)
@@ -131,6 +134,17 @@ def wrap(
     if origin is Origin.FILE and weights is not None:
         load_state(weights, sharded, rng=False)
     return sharded
+
+
+def _warn_of_trained(ignored: Iterable[nn.Module]) -> None:
+    """Say that nobody reduces the gradients of ignored modules; ranks would drift apart in silence."""
+    trained = {id(parameter) for module in ignored for parameter in module.parameters() if parameter.requires_grad}
+    if trained:
+        _log.warning(
+            "ignored_modules: %d parameters in them are trained, and FSDP does not reduce their gradients: freeze "
+            "them, or reduce these in the training loop, or ranks drift apart",
+            len(trained),
+        )
 
 
 def _demand_same_config(config: FSDPConfig, ranks: Ranks) -> None:

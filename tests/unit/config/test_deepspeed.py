@@ -167,3 +167,20 @@ def test_what_is_no_deepspeed_configuration_is_refused(tmp_path: Path) -> None:
         from_deepspeed(path)
     with pytest.raises(UsageError, match="no FSDP options"):
         to_deepspeed(LaunchConfig(distributed_type="MULTI_GPU", fsdp=None))
+
+
+def test_copies_over_several_machines_have_the_size_of_a_copy() -> None:
+    config = LaunchConfig(num_processes=16, num_machines=2, fsdp=FSDPConfig(dp_replicate_size=4))
+    assert to_deepspeed(config).document["zero_optimization"]["zero_hpz_partition_size"] == 4
+
+
+def test_auto_and_whatever_has_no_counterpart_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "fp16": {"loss_scale": 2}}')
+    listed = "\n".join(from_deepspeed(path).dropped)
+    assert "bf16.enabled: auto" in listed
+    assert "fp16.loss_scale" in listed
+    fsdp = FSDPConfig(tp_size=2, activation_checkpointing=True, activation_checkpointing_offload=True)
+    listed = "\n".join(to_deepspeed(LaunchConfig(num_processes=4, fsdp=fsdp)).dropped)
+    assert "tp_size: 2" in listed
+    assert "activation_checkpointing_offload: true" in listed

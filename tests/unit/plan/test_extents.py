@@ -41,6 +41,11 @@ def test_two_shards_of_one_tensor_are_damage() -> None:
     assert find_shared_bytes([_tensor("a", (0, 10), (0, 10))]) == ("a", "a")
 
 
+def test_tied_weights_hide_no_overlap_within_themselves() -> None:
+    tied = [_tensor(key, (0, 10), (5, 15)) for key in ("a", "b")]
+    assert find_shared_bytes(tied) is not None
+
+
 def test_storages_of_full_files_may_be_shared() -> None:
     raw = _tensor("a", (0, 10))
     first = replace(raw, chunks=tuple(chunk._replace(encoding=Encoding.RAW) for chunk in raw.chunks))

@@ -132,14 +132,25 @@ def test_no_module_is_longer_than_500_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
 
 
+PROGRAMS = ("train/elastic.py", "train/driver/__main__.py")
+"""What torchrun and the launcher start as processes of their own: ending them is their task."""
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_library_code_neither_prints_nor_exits(path: Path) -> None:
-    if room(path) in ("cli", "__main__"):
+    if room(path) in ("cli", "__main__") or name_of(path) in PROGRAMS:
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in ("print", "sys.exit", "exit", "os._exit"), f"{name_of(path)}:{node.lineno}"
+
+
+def test_programs_are_imported_by_nobody() -> None:
+    names = {"fsdp_ckpt." + name.removesuffix(".py").replace("/", ".") for name in PROGRAMS}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.ImportFrom) and node.module in names), name_of(path)
 
 
 def test_the_public_names_are_lazy_and_there() -> None:

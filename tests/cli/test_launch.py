@@ -58,7 +58,7 @@ if rank == 1:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(how))
-time.sleep(30)
+time.sleep(600)  # far beyond the limit of the command: nobody waits for this rank
 """
 
 
@@ -87,10 +87,8 @@ def test_an_unmodified_script_of_accelerate_runs_on_two_ranks(folder: Path) -> N
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("7", 7), ("kill", 137)])
 def test_the_end_of_a_rank_is_the_end_of_the_job(folder: Path, how: str, code: int) -> None:
-    begun = time.monotonic()
     done = run("launch", "-n", "2", "--cpu", "ending.py", how, cwd=folder)
     assert done.code == code, done.err
-    assert time.monotonic() - begun < 25, "the other rank was waited for"
     assert re.search(r"fsdp-ckpt: rank 1 (ended with exit code \d|was killed by SIGKILL)", done.err)
     assert ("ValueError: broken on purpose" in done.err) == (how == "raise")
 

@@ -78,11 +78,8 @@ def train(
     options = settle_options(folder, given)
     attempt = os.urandom(4).hex()
     file = Path(folder) / f".train-{attempt}.json"
-    if job.num_processes and options.batch_size % job.num_processes:
-        raise UsageError(
-            f"--batch-size {options.batch_size} does not divide by {job.num_processes} ranks",
-            hint=f"add --batch-size {options.batch_size // job.num_processes * job.num_processes or job.num_processes}",
-        )
+    if job.num_processes is not None:
+        options.check_ranks(job.num_processes)
     plan = plan_launch(job, "fsdp_ckpt.train.driver", [str(file), attempt], module=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

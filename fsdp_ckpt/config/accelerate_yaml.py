@@ -174,7 +174,7 @@ def _option(document: Document, section: str, key: str, version: int) -> Option:
     raise UsageError(
         f"{document.place(f'{section}.{key}')}: {key} is no key of {section}"
         + (f"; did you mean {near}?" if near else ""),
-        hint=f"known keys: {', '.join(known)}",
+        hint=f"known keys: {', '.join(dict.fromkeys(known))}",
     )
 
 

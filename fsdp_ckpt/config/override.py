@@ -65,17 +65,15 @@ def override(config: LaunchConfig, settings: Mapping[str, Any], job: Mapping[str
 
     Args:
         config: What a file says.
-        settings: Values of ``FSDPConfig`` by field name; another
+        settings: Values of ``FSDPConfig`` by field name, ``mixed_precision`` among them; another
             ``fsdp_version`` converts the rest as ``to_fsdp2`` does.
-        job: Values of ``LaunchConfig`` by field name; None says nothing.
+        job: Other values of ``LaunchConfig`` by field name; None says nothing.
 
     Raises:
         UsageError: The result contradicts itself, or there is no FSDP in it to set.
     """
     given = {name: value for name, value in (job or {}).items() if value is not None}
     settings = dict(settings)
-    if "mixed_precision" in given:
-        settings["mixed_precision"] = given["mixed_precision"]
     origins = dict(config.origins)
     origins |= dict.fromkeys(settings, "--set") | {name: f"--{name.replace('_', '-')}" for name in given}
     if config.fsdp is None:

@@ -76,13 +76,7 @@ def check_options(options: TrainOptions, num_ranks: int) -> None:
     Raises:
         UsageError: A batch that cannot be shared evenly, or a folder that another run has used.
     """
-    if options.batch_size % num_ranks:
-        lower = options.batch_size // num_ranks * num_ranks
-        near = " or ".join(str(size) for size in (lower, lower + num_ranks) if size)
-        raise UsageError(
-            f"batch_size: {options.batch_size} is not possible on {num_ranks} ranks; "
-            f"allowed: multiples of {num_ranks}, such as {near}"
-        )
+    options.check_ranks(num_ranks)
     folder = Path(options.folder)
     if options.resume == AUTO or not folder.is_dir() or not list_checkpoints(folder):
         return

@@ -20,6 +20,7 @@ from fsdp_ckpt.train.driver.interruption import Signals, die_between_saves, die_
 from fsdp_ckpt.train.driver.job import Job, prepare
 from fsdp_ckpt.train.driver.options import TrainOptions
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.sharding.mesh import uses_cuda
 
 __all__ = ["train"]
 
@@ -56,7 +57,7 @@ def train(options: TrainOptions, *, attempt: str = "1") -> int:
 def _start() -> torch.device:
     """Set up the process group; return this rank's device."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("", "0", "false")
+    on_cuda = uses_cuda()
     if on_cuda:
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if here > gpus:

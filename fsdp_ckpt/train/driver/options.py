@@ -89,6 +89,20 @@ class TrainOptions:
             raise UsageError(f"kv_heads: {self.kv_heads} is not possible; allowed: divisors of {self.heads} (heads)")
         _check_fsdp(self.fsdp)
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Make sure that so many ranks can share a batch evenly.
+
+        Raises:
+            UsageError: They cannot; says which sizes they can.
+        """
+        if self.batch_size % num_ranks:
+            lower = self.batch_size // num_ranks * num_ranks
+            near = " or ".join(str(size) for size in (lower, lower + num_ranks) if size)
+            raise UsageError(
+                f"batch_size: {self.batch_size} is not possible on {num_ranks} ranks; "
+                f"allowed: multiples of {num_ranks}, such as {near}"
+            )
+
     def saves_at(self, step: int) -> bool:
         """Tell whether a step saves."""
         return step % self.save_every == 0 or step == self.steps

@@ -15,7 +15,7 @@ from fsdp_ckpt.train.driver.options import AUTO, TrainOptions
 __all__ = ["OPTIONS_FILE", "keep_options", "options_before", "settle_options"]
 
 OPTIONS_FILE = "train.json"
-"""Name of the options in a run's folder: what ranks read, and what a later ``--resume`` goes on with."""
+"""Name of the options in a run's folder: of the last attempt that began, for a later ``--resume`` to go on with."""
 
 # Of one attempt, not of the run.
 _NOT_KEPT = ("folder", "resume", "kill_at")

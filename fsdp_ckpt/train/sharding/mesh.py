@@ -13,18 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_ckpt.config.fsdp import FSDPConfig
 from fsdp_ckpt.errors import UsageError
 
-__all__ = ["check_mesh", "choose_device", "group_of", "make_mesh", "mesh_shape"]
+__all__ = ["check_mesh", "choose_device", "group_of", "make_mesh", "mesh_shape", "uses_cuda"]
+
+
+def uses_cuda() -> bool:
+    """Tell whether to train on CUDA: it is there, and ``ACCELERATE_USE_CPU``, as ``launch --cpu`` sets it, is not."""
+    asks_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("", "0", "false")
+    return torch.cuda.is_available() and not asks_for_cpu
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
-    """Return this rank's device: what is given, else the CUDA device of its number on the node, else the CPU.
-
-    ``ACCELERATE_USE_CPU``, which ``launch --cpu`` sets, asks for the CPU.
-    """
+    """Return this rank's device: what is given, else the CUDA device of its number on the node, else the CPU."""
     if device is None:
-        wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("", "0", "false")
-        on_cuda = torch.cuda.is_available() and not wants_cpu
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_cuda else "cpu"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if uses_cuda() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda":
         index: Any = chosen.index  # None for plain "cuda"

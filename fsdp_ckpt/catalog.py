@@ -328,6 +328,7 @@ class Checkpoint:
         side_files: Other files that belong to it (config.json, trainer_state.json), relative to the root.
         problems: What was noticed about the whole; those of a part stand there.
         chosen: Set when the reader stepped from the path it was given into a folder below: that path.
+        other_roots: Further folders like ``root``: of other nodes, where those saved to disks of their own.
     """
 
     root: Path
@@ -340,6 +341,12 @@ class Checkpoint:
     side_files: Sequence[str] = ()
     problems: Sequence[Problem] = ()
     chosen: str | None = None
+    other_roots: Sequence[Path] = ()
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """All folders that hold the checkpoint between them."""
+        return (self.root, *self.other_roots)
 
     @property
     def is_complete(self) -> bool:

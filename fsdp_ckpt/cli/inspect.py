@@ -15,12 +15,20 @@ Examples:
   fsdp-ckpt inspect run/step-1000 --shards
   fsdp-ckpt inspect run/step-1000 --tensors '*.q_proj.weight'
   fsdp-ckpt inspect optimizer_0 --objects --json
+  fsdp-ckpt inspect node1/step-10 node2/step-10   saved on two disks
 """
 
 
 @guard
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, a part, a checkpoint, or a run folder.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="A file, a part, a checkpoint, or a run folder; or that folder of every node, where nodes saved to "
+            "disks of their own.",
+        ),
+    ],
     tree: Annotated[bool, typer.Option("--tree", help="Show tensors as a tree of modules.")] = False,
     tensors: Annotated[
         str | None, typer.Option(metavar="[GLOB]", help="List every tensor, or those that match.", show_default=False)
@@ -37,7 +45,7 @@ def inspect(
     """
     from fsdp_ckpt.ops.inspect import inspect as run
 
-    report = run(path, tensors=tensors, shards=shards or as_json, objects=objects, part=part)
+    report = run(paths, tensors=tensors, shards=shards or as_json, objects=objects, part=part)
     if as_json:
         out.json_report("inspect", report)
         return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from fsdp_ckpt.catalog import Problem
 from fsdp_ckpt.cli import out
+from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.ops.inspect import InspectReport, PartReport, group_tensors
 from fsdp_ckpt.units import format_count, format_size
@@ -87,7 +90,8 @@ def _card(console: Console, report: InspectReport) -> None:
     state = _text("complete", "green") if report.complete else _text("INCOMPLETE", "bold red")
     console.print(_text(report.title, "bold"), state)
     writers = {part.writer for part in report.parts if part.writer}
-    facts = [("path", report.root), *([("written by", ", ".join(sorted(writers)))] if writers else [])]
+    roots = [("path", report.root), *(("and", root) for root in report.other_roots)]
+    facts = [*roots, *([("written by", ", ".join(sorted(writers)))] if writers else [])]
     if report.step is not None:
         facts.append(("step", str(report.step)))
     if report.world_size is not None:
@@ -219,6 +223,11 @@ def _objects(console: Console, part: PartReport) -> None:
 
 def _problems(console: Console, report: InspectReport) -> None:
     found = [*report.problems, *(problem for part in report.parts for problem in part.problems)]
+    elsewhere: dict[str, Problem] = {}  # said once for all parts
+    for problem in found:
+        if problem.code == ELSEWHERE:
+            elsewhere.setdefault(problem.message, problem)
+    found = [*elsewhere.values(), *(problem for problem in found if problem.code != ELSEWHERE)]
     flats = [part.flat for part in report.parts if part.flat]
     if not found and not flats:
         return
@@ -232,7 +241,11 @@ def _problems(console: Console, report: InspectReport) -> None:
     for flat in flats:
         console.print(_text(f"note     {flat}", "yellow"), soft_wrap=True)
     if not report.complete:
-        console.print(_text(f"next: fsdp-ckpt inspect {shlex.quote(report.root)} --shards", "dim"), soft_wrap=True)
+        next_ = [report.root, "--shards"]
+        if elsewhere:
+            name = os.path.basename(os.path.abspath(report.path))
+            next_ = [report.path, *report.other_paths, os.path.join("ANOTHER_NODE", name)]
+        console.print(_text(f"next: fsdp-ckpt inspect {shlex.join(next_)}", "dim"), soft_wrap=True)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -17,16 +17,24 @@ Examples:
   fsdp-ckpt merge checkpoint-2000 out/ --dtype bfloat16 --max-shard-size 5GB
   fsdp-ckpt merge run/step-1000 out/ --dry-run
   torchrun --nproc-per-node 8 --no-python fsdp-ckpt merge step-1000 out/
+  fsdp-ckpt merge node1/step-10 node2/step-10 out/   saved on two disks
 """
 
 Many = list[str]
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a part, a folder with parts, or a run folder.")]
+Sources = Annotated[
+    Many,
+    typer.Argument(
+        metavar="SRC",
+        help="Checkpoint: a part, a folder with parts, or a run folder; or that folder of every node, where nodes "
+        "saved to disks of their own.",
+    ),
+]
 Output = Annotated[str, typer.Argument(metavar="OUT", help="Folder to make.")]
 
 
 @guard
 def merge(
-    src: Source,
+    src: Sources,
     output: Output,
     max_shard_size: Annotated[str, typer.Option(help="Largest file: 5GB is 10^9 bytes, 4GiB is 2^30.")] = "50GB",
     format: Annotated[str, typer.Option(help="safetensors, or bin for torch.save files.")] = "safetensors",
@@ -45,7 +53,8 @@ def merge(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, in one step at the end.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep files that an interrupted run finished.")] = False,
     remove_source: Annotated[
-        bool, typer.Option("--remove-source", help="Delete SRC after the result was read back and compared.")
+        bool,
+        typer.Option("--remove-source", help="Delete SRC (all of them) after the result was read back and compared."),
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare recorded checksums.")] = False,
     no_fsync: Annotated[

@@ -81,5 +81,6 @@ def _details(report: MergeReport) -> list[str]:
     if "tokenizer_config.json" in report.missing_side_files and report.side_files:
         lines.append("  no tokenizer files were found beside the checkpoint")
     if report.source_removed:
-        lines.append(f"  the result was read back and compared; {report.source} was removed")
+        sources = ", ".join([report.source, *report.other_sources])
+        lines.append(f"  the result was read back and compared; removed: {sources}")
     return lines

@@ -16,7 +16,7 @@ from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, Problem, Role, Seve
 from fsdp_ckpt.errors import CorruptCheckpoint
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
 from fsdp_ckpt.layouts.hf import is_rank_shard, read_safetensors
-from fsdp_ckpt.layouts.manifest import MANIFEST, check_files, read_manifest
+from fsdp_ckpt.layouts.manifest import MANIFEST, check_files, ranks_elsewhere, read_manifest
 from fsdp_ckpt.layouts.rank_files import group_rank_files, read_rank_files
 from fsdp_ckpt.layouts.roles import role_of
 from fsdp_ckpt.layouts.torch_file import read_torch_file
@@ -69,10 +69,11 @@ def read_composite(folder: Folder) -> Checkpoint:
     trainer = _trainer_state(folder)
     layout, title = _identify(folder, parts)
     manifest = read_manifest(folder)
-    facts = []
+    facts, problems = [], []
     if manifest is not None:
         writer = f"fsdp-ckpt {manifest.versions.get('fsdp_ckpt', '')}".strip()
         parts = [replace(part, writer=writer) if part.dialect == "dcp" else part for part in parts]
+        problems = [*ranks_elsewhere(folder, manifest), *check_files(folder, manifest)]
         facts.append(("saved at", manifest.created))
         facts += [(name, f"{value}") for name, value in manifest.values.items()]
     if isinstance(trainer.get("epoch"), int | float):
@@ -83,6 +84,7 @@ def read_composite(folder: Folder) -> Checkpoint:
     order = list(Role)
     return Checkpoint(
         root=folder.store.root,
+        other_roots=folder.store.roots[1:],
         layout=layout,
         title=title,
         parts=sorted(parts, key=lambda part: order.index(part.role)),
@@ -92,7 +94,7 @@ def read_composite(folder: Folder) -> Checkpoint:
         side_files=[
             folder.prefix + name for name in folder.files if SIDE_FILES.fullmatch(name) or name == "trainer_state.json"
         ],
-        problems=[*([] if manifest is None else check_files(folder, manifest)), *_cross_checks(parts)],
+        problems=[*problems, *_cross_checks(parts)],
     )
 
 

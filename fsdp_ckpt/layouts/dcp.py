@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -18,6 +18,7 @@ from fsdp_ckpt.catalog import Chunk, Encoding, ObjectEntry, Part, Problem, Role,
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo, read_metadata
 from fsdp_ckpt.codec.safetensors import Header, read_header
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, NotEnoughSpace
+from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, Split, split_roles
 from fsdp_ckpt.plan.boxes import Box
@@ -27,7 +28,7 @@ from fsdp_ckpt.units import format_size
 
 __all__ = ["looks_like_dcp", "read_dcp"]
 
-DATA_FILE = re.compile(r"(?:.*__)?(\d+)_\d+\.distcp|__(\d+)_\d+\.distcp")
+DATA_FILE = re.compile(r"(?:.*__)?(\d{1,9})_\d+\.distcp|__(\d{1,9})_\d+\.distcp")
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _ZSTD = "stream.zstd/1"
 _LARGE_METADATA_BYTES = 64 << 20
@@ -73,7 +74,8 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     )
     if not sources:
         what = f"{len(data_files)} data files, but no .metadata" if data_files else "neither .metadata nor data files"
-        missing = _problem(Severity.ERROR, "missing-metadata", folder, ".metadata", f"{what}: a save was cut off")
+        why = f"{what}: a save was cut off" + (", or it is on another node" if data_files else "")
+        missing = _problem(Severity.ERROR, "missing-metadata", folder, ".metadata", why)
         return [replace(frame, problems=[missing, *frame.problems])]
     _check_memory(folder, sources)
     build = _Builder(folder)
@@ -85,13 +87,17 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     files = {
         folder.prefix + file: folder.files[file] for file in folder.files if file in build.files or file in sources
     }
-    frame = replace(frame, files=files, writer=build.writer)
+    world_size = _world_size([*data_files, *build.files], per_rank)
+    frame = replace(frame, files=files, writer=build.writer, world_size=world_size)
     problems = [*frame.problems, *build.problems()]
     splits = split_roles(build.paths.items(), default=role or Role.MODEL)
     parts: list[Part] = []
     for split in splits:
         tensors = {key: _placed(build.tensors[key], split) for key in split.names if key in build.tensors}
         objects = {key: _placed(build.objects[key], split) for key in split.names if key in build.objects}
+        holes = list(coverage_problems(tensors.values(), prefix=folder.prefix))
+        if holes and sources is per_rank:  # other ranks' metadata may be missing, too
+            problems = [*note_elsewhere(folder, (), (), holes=True), *problems]
         parts.append(
             replace(
                 frame,
@@ -100,7 +106,7 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
                 tensors=tensors,
                 objects=objects,
                 flat=flat_reason(tensors.values()),
-                problems=[*([] if parts else problems), *coverage_problems(tensors.values(), prefix=folder.prefix)],
+                problems=[*([] if parts else problems), *holes],
             )
         )
     return parts or [replace(frame, problems=problems)]
@@ -230,10 +236,14 @@ class _Builder:
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong with the files."""
         folder = self.folder
+        sizes = {file: folder.store.size(data.path) for file, data in self.files.items()}
+        missing = [rank_of(file) for file, size in sizes.items() if size is None]
+        yield from note_elsewhere(folder, missing, map(rank_of, folder.files))
         for file, data in self.files.items():
-            size, end = folder.store.size(data.path), data.end
+            size, end = sizes[file], data.end
             if size is None:
-                yield _problem(Severity.ERROR, "missing-file", folder, file, "listed in the metadata, but not there")
+                message = f"listed in the metadata, but not there{of_rank(file)}"
+                yield _problem(Severity.ERROR, "missing-file", folder, file, message)
             elif size < end:
                 message = f"has {size} bytes, but holds items up to byte {end} (`{data.last_key}`)"
                 yield _problem(Severity.ERROR, "short-file", folder, file, message)
@@ -269,7 +279,7 @@ def _encoding(key: str, transforms: tuple[str, ...]) -> Encoding:
     raise Incompatible(f"`{key}` is stored through {', '.join(map(str, transforms))}, which is not supported")
 
 
-def _world_size(data_files: Mapping[str, int], per_rank: list[str]) -> int | None:
+def _world_size(data_files: Iterable[str], per_rank: list[str]) -> int | None:
     ranks = [int(match[1] or match[2]) for name in data_files if (match := DATA_FILE.fullmatch(name))]
     ranks += [int(match[1]) for name in per_rank if (match := RANK_METADATA.fullmatch(name))]
     return max(ranks) + 1 if ranks else None

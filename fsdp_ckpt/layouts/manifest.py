@@ -8,15 +8,16 @@ the manifest never stands in a folder that is not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_ckpt.catalog import Problem, Severity
 from fsdp_ckpt.errors import MalformedFile
+from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
 from fsdp_ckpt.store.local import Folder
 
-__all__ = ["MANIFEST", "Manifest", "Member", "check_files", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "Manifest", "Member", "check_files", "ranks_elsewhere", "read_manifest", "write_manifest"]
 
 MANIFEST = "fsdp_ckpt.json"
 _FORMAT = "fsdp-ckpt/checkpoint/1"
@@ -155,12 +156,19 @@ def check_files(folder: Folder, manifest: Manifest) -> list[Problem]:
     for path, (size, _) in manifest.files.items():
         have = folder.store.size(folder.prefix + path)
         if have is None:
-            message = "listed in the manifest, but not there"
+            message = f"listed in the manifest, but not there{of_rank(path)}"
             found.append(_problem("missing-file", folder, path, message))
         elif have != size:
             message = f"has {have} bytes, the manifest says {size}"
             found.append(_problem("wrong-size", folder, path, message))
     return found
+
+
+def ranks_elsewhere(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
+    """Say which ranks' files, of those in the manifest, are all missing."""
+    sizes = {path: folder.store.size(folder.prefix + path) for path in manifest.files}
+    missing = [rank_of(path) for path, have in sizes.items() if have is None]
+    return note_elsewhere(folder, missing, (rank_of(path) for path, have in sizes.items() if have is not None))
 
 
 def _problem(code: str, folder: Folder, path: str, message: str) -> Problem:

@@ -10,6 +10,7 @@ Names as the writers choose them::
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 from fsdp_ckpt.catalog import ObjectEntry, Part, Problem, Role, Severity, TensorEntry
 from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.errors import CorruptCheckpoint
+from fsdp_ckpt.layouts.elsewhere import note_elsewhere
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, role_of, split_roles
 from fsdp_ckpt.layouts.torch_file import TorchFile, open_torch_file, sharded_entry
@@ -89,7 +91,11 @@ def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
             problems.insert(0, _missing_ranks(folder, group, missing))
         flat = flat_reason(tensors.values()) or _local_slices(gather, tensors)
         if flat is None:
-            problems += coverage_problems(tensors.values())
+            holes = list(coverage_problems(tensors.values()))
+            problems += holes
+            if missing or holes:
+                written = range(max(group.world_size, gather.num_ranks))
+                problems[:0] = note_elsewhere(folder, written, group.files, holes=True)
         parts.append(
             Part(
                 name=group.stem if number == 0 else split.name,
@@ -116,6 +122,8 @@ class _Gather:
     paths: dict[str, KeyPath] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unequal: set[str] = field(default_factory=set)
+    num_ranks: int = 0
+    """Ranks that sharded tensors are spread over, as far as the tensors say."""
 
     def add(self, rank: int, opened: TorchFile) -> None:
         for key, (path, value) in opened.by_key().items():
@@ -158,6 +166,8 @@ class _Gather:
         self.problems.append(Problem(severity=severity, code="replicas-differ", where=key, message=message))
 
     def _add_sharded(self, key: str, path: KeyPath, opened: TorchFile, value: DTensorRef | ShardedTensorRef) -> None:
+        spread = len(value.boxes) if isinstance(value, ShardedTensorRef) else math.prod(value.mesh_shape)
+        self.num_ranks = min(max(self.num_ranks, spread), _MAX_RANKS)
         chunks = opened.boxes(value)
         known = self.tensors.get(key)
         if known is None:

@@ -1,14 +1,14 @@
 """From a path to a checkpoint: look, decide which layout it is, read it.
 
 A path may be a file, one part, a checkpoint with several parts, or a run folder with checkpoints in it; in the last
-case the newest complete one is taken, by step.
+case the newest complete one is taken, by step. Several paths are the folders of nodes that saved to disks of their own.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,20 +24,35 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite, read_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
 from fsdp_ckpt.layouts.hf import read_safetensors
+from fsdp_ckpt.layouts.nodes import demand_equal_copies, demand_one_save
 from fsdp_ckpt.layouts.torch_file import read_torch_file
 from fsdp_ckpt.store.local import Folder, LocalStore
 
-__all__ = ["list_checkpoints", "read_checkpoint"]
+__all__ = ["PathLike", "given_paths", "list_checkpoints", "read_checkpoint"]
+
+PathLike = str | os.PathLike[str]
 
 _INNER = ("sharded", "actor", "model", "weights", "model_and_optim", "checkpoint", "pytorch_model_fsdp_0", "dcp", "hf")
 """Sub-folders that frameworks put the weights in, looked at when a folder itself holds none."""
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def given_paths(path: PathLike | Sequence[PathLike]) -> tuple[str, ...]:
+    """Return the paths that a caller gave, one or several, as texts.
+
+    Raises:
+        UsageError: There is none.
+    """
+    paths = (path,) if isinstance(path, str | os.PathLike) else tuple(path)
+    if not paths:
+        raise UsageError("no checkpoint was given", hint="give a path, or the folders of all nodes")
+    return tuple(os.fspath(one) for one in paths)
+
+
+def read_checkpoint(path: PathLike | Sequence[PathLike]) -> Checkpoint:
     """Recognise and read whatever lies at a path. Only metadata and headers are read.
 
     Args:
-        path: A file or folder.
+        path: A file or folder; or the folders that the nodes of one job wrote, which are read as one.
 
     Returns:
         The catalog. A damaged or incomplete checkpoint is returned with problems, as long as its metadata can be read.
@@ -46,8 +61,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointNotFound: Nothing is there, or nothing that is a checkpoint.
         UnsafePickle: A pickle asks for code.
         MalformedFile: Metadata or headers are damaged.
+        Incompatible: Several folders that are not of one save.
+        UsageError: A path that is not local; several paths that are no folders.
     """
-    text = os.fspath(path)
+    texts = given_paths(path)
+    places = list({os.path.realpath(local): local for local in map(_existing, texts)}.values())
+    if len(places) > 1:
+        return _read_nodes(places)
+    if places[0].is_dir():
+        return _read_folder(Folder(LocalStore(places[0])), texts[0])
+    return _read_file(Folder(LocalStore(places[0].parent)), places[0].name, texts[0])
+
+
+def _existing(text: str) -> Path:
     if "://" in text:
         scheme = text.partition("://")[0]
         if scheme != "file":
@@ -62,9 +88,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointNotFound(f"`{text}` is a link to `{target}`, which does not exist", hint=_similar(local))
     if not local.exists():
         raise CheckpointNotFound(f"`{text}` does not exist", hint=_similar(local))
-    if local.is_dir():
-        return _read_folder(Folder(LocalStore(local)), text)
-    return _read_file(local, text)
+    return local
+
+
+def _read_nodes(places: Sequence[Path]) -> Checkpoint:
+    for place in places:
+        if not place.is_dir():
+            raise UsageError(
+                f"`{place}` is a file: several sources are the folders of several nodes",
+                hint=f"fsdp-ckpt inspect {shlex.quote(str(place.parent))}    (the folder, once)",
+            )
+        if not any(place.iterdir()):
+            others = shlex.join(str(other) for other in places if other is not place)
+            raise CheckpointNotFound(f"`{place}` is empty", hint=f"fsdp-ckpt inspect {others}    (leaves it out)")
+    return _read_folder(Folder(LocalStore(places)), "` + `".join(map(str, places)))
 
 
 def _similar(path: Path) -> str | None:
@@ -79,19 +116,22 @@ def _similar(path: Path) -> str | None:
     return f"`{parent}` holds: {', '.join(names)}" if names else None
 
 
-def _read_file(path: Path, text: str) -> Checkpoint:
-    name = path.name
-    store = LocalStore(path.parent)
-    folder = Folder(store)
+def _read_file(folder: Folder, name: str, text: str) -> Checkpoint:
+    store = folder.store
     if name.endswith((".distcp", ".metadata", ".metadata.tmp", ".index.json")):
-        found = _read_folder(folder, str(path.parent))
+        found = _read_folder(folder, str(folder.path))
         return replace(found, chosen=found.chosen or text)
     if name not in folder.files:
         raise UnknownLayout(f"`{text}` is not a regular file")
     if name.endswith(".safetensors"):
         parts = read_safetensors(folder, [name], name=name.removesuffix(".safetensors"))
         return Checkpoint(
-            root=store.root, layout="safetensors", title="safetensors file", parts=parts, side_files=_side_files(folder)
+            root=store.root,
+            layout="safetensors",
+            title="safetensors file",
+            parts=parts,
+            side_files=_side_files(folder),
+            other_roots=store.roots[1:],
         )
     try:
         parts = read_torch_file(store, name, name=None)
@@ -101,11 +141,18 @@ def _read_file(path: Path, text: str) -> Checkpoint:
             hint="pass a checkpoint folder, or a .safetensors, .bin, .pt or .pth file",
         ) from None
     return Checkpoint(
-        root=store.root, layout="torch-file", title="torch.save file", parts=parts, side_files=_side_files(folder)
+        root=store.root,
+        layout="torch-file",
+        title="torch.save file",
+        parts=parts,
+        side_files=_side_files(folder),
+        other_roots=store.roots[1:],
     )
 
 
 def _read_folder(folder: Folder, text: str) -> Checkpoint:
+    if _is_checkpoint(folder):
+        demand_one_save(folder)
     if looks_like_dcp(folder):
         return _dcp_checkpoint(folder)
     if looks_composite(folder):
@@ -114,7 +161,7 @@ def _read_folder(folder: Folder, text: str) -> Checkpoint:
             return found
     inner = [name for name in _INNER if name in folder.folders and _is_checkpoint(folder.sub(name))]
     if inner:
-        below = Folder(LocalStore(folder.path / inner[0]))
+        below = Folder(folder.store.below(inner[0]))
         found = _read_folder(below, str(below.path))
         return replace(
             found,
@@ -124,7 +171,8 @@ def _read_folder(folder: Folder, text: str) -> Checkpoint:
         )
     lone = [name for name in folder.files if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
     if len(lone) == 1:
-        return replace(_read_file(folder.path / lone[0], text), chosen=text)
+        demand_equal_copies(folder.store, lone[0])
+        return replace(_read_file(folder, lone[0], text), chosen=text)
     return _newest(folder, text)
 
 
@@ -147,6 +195,7 @@ def _dcp_checkpoint(folder: Folder) -> Checkpoint:
     step = step_of(folder)
     return Checkpoint(
         root=folder.store.root,
+        other_roots=folder.store.roots[1:],
         layout=layout,
         title=title,
         parts=parts,
@@ -177,7 +226,7 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
     for step, below in candidates:
         name = below.path.name
         try:
-            found = _read_folder(Folder(LocalStore(below.path)), str(below.path))
+            found = _read_folder(Folder(folder.store.below(name)), str(below.path))
         except UnknownLayout:
             passed.append(f"{name} (nothing in it that is a checkpoint)")
             continue
@@ -190,13 +239,15 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
         passed.append(f"{name} (incomplete)")
     if passed:
         first = passed[0].rpartition(" (")[0]
+        there = [str(path / first) for path in folder.paths if (path / first).is_dir()]
         raise IncompleteCheckpoint(
             f"`{text}` holds no complete checkpoint: {', '.join(passed)}",
-            hint=f"fsdp-ckpt inspect {shlex.quote(str(folder.path / first))}",
+            hint=f"fsdp-ckpt inspect {shlex.join(there)}",
         )
     dangling = [
         f"{link.name} (a link to `{os.readlink(link)}`, which does not exist)"
-        for link in sorted(folder.path.iterdir())
+        for path in folder.paths
+        for link in sorted(path.iterdir())
         if link.is_symlink() and not link.exists()
     ]
     names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files, *dangling][:8]) or "nothing"

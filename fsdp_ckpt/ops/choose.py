@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
 from fsdp_ckpt.errors import AmbiguousPart, FlatParameters, IncompleteCheckpoint, NoModelWeights, UsageError
+from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
 from fsdp_ckpt.units import format_size
 
-__all__ = ["choose_model_part", "describe_part", "refuse_incomplete"]
+__all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "show_paths"]
 
 _TRAINING_DIALECTS = ("dcp", "rank-files", "torch-file")
 
 
 def choose_model_part(
-    checkpoint: Checkpoint, name: str | None, *, path: str, out: str = "OUT"
+    checkpoint: Checkpoint, name: str | None, *, paths: Sequence[str], out: str = "OUT"
 ) -> tuple[Part, list[str]]:
     """Return the part that holds the model, and notes about what was left aside.
 
     Args:
         checkpoint: The checkpoint.
         name: What the user asked for; None for the obvious one.
-        path: As the user typed it, for messages.
+        paths: As the user typed them, for messages.
         out: The destination, for messages.
 
     Raises:
@@ -30,7 +32,7 @@ def choose_model_part(
         AmbiguousPart: There are several and none stands out.
         UsageError: There is no part of that name.
     """
-    quoted = shlex.quote(path)
+    shown = show_paths(paths)
     if name is not None:
         for part in checkpoint.parts:
             if name in (part.name, part.folder) and part.role is not Role.OPTIMIZER:
@@ -39,21 +41,21 @@ def choose_model_part(
         if named:
             raise NoModelWeights(f"`{name}` holds optimizer state, not model weights")
         names = ", ".join(part.name for part in checkpoint.parts)
-        raise UsageError(f"`{path}` has no part `{name}`", hint=f"its parts are: {names}")
+        raise UsageError(f"{shown} has no part `{name}`", hint=f"its parts are: {names}")
     models = [part for part in checkpoint.parts if part.role is Role.MODEL]
     if not models:
-        raise _no_model(checkpoint, path, out)
+        raise _no_model(checkpoint, shown, out)
     best = min(map(_tier, models))
     chosen = [part for part in models if _tier(part) == best]
     if len(chosen) > 1:
         listing = "; ".join(describe_part(part) for part in chosen)
         raise AmbiguousPart(
-            f"`{path}` holds {len(chosen)} models: {listing}",
-            hint=f"fsdp-ckpt merge {quoted} {shlex.quote(out)} --part {shlex.quote(chosen[0].name)}",
+            f"{shown} holds {len(chosen)} models: {listing}",
+            hint=f"fsdp-ckpt merge {shlex.join([*paths, out])} --part {shlex.quote(chosen[0].name)}",
         )
     notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
-        notes.append(f"reading {describe_part(chosen[0])} of {checkpoint.root}")
+        notes.append(f"reading {describe_part(chosen[0])} of {' + '.join(map(str, checkpoint.roots))}")
     others = [part for part in checkpoint.parts if part is not chosen[0] and part.tensors]
     aside = [f"{part.name} ({len(part.tensors)} tensors)" for part in others if _is_near(part, chosen[0])]
     if aside:
@@ -68,14 +70,23 @@ def describe_part(part: Part) -> str:
     return f"{part.name} ({len(files)} file{'' if len(files) == 1 else 's'}, {format_size(part.num_bytes)}, {state})"
 
 
-def refuse_incomplete(part: Part, *, path: str) -> None:
+def show_paths(paths: Sequence[str]) -> str:
+    """Return paths for a sentence."""
+    return " + ".join(f"`{path}`" for path in paths)
+
+
+def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT") -> None:
     """Refuse to read a part with holes.
+
+    Args:
+        part: The part.
+        paths: As the user typed them, for messages.
+        out: The destination, for messages.
 
     Raises:
         FlatParameters: Names and shapes are not in the files.
         IncompleteCheckpoint: Data are missing or contradictory.
     """
-    quoted = shlex.quote(path)
     if part.flat is not None:
         raise FlatParameters(
             f"{part.name}: {part.flat}",
@@ -84,9 +95,13 @@ def refuse_incomplete(part: Part, *, path: str) -> None:
     errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
     if errors:
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
-        raise IncompleteCheckpoint(
-            f"`{errors[0].where}`: {errors[0].message}{more}; nothing was written", hint=f"fsdp-ckpt inspect {quoted}"
-        )
+        hint = f"fsdp-ckpt inspect {shlex.join(paths)}"
+        elsewhere = next((problem.message for problem in part.problems if problem.code == ELSEWHERE), None)
+        if elsewhere is not None:
+            more += f"; {elsewhere}"
+            another = os.path.join("ANOTHER_NODE", os.path.basename(os.path.abspath(paths[0])))
+            hint = f"fsdp-ckpt merge {shlex.join([*paths, another, out])}"
+        raise IncompleteCheckpoint(f"`{errors[0].where}`: {errors[0].message}{more}; nothing was written", hint=hint)
 
 
 def _is_near(part: Part, chosen: Part) -> bool:
@@ -100,7 +115,7 @@ def _tier(part: Part) -> int:
     return 1 if part.name in ("model", "pytorch_model") else 2
 
 
-def _no_model(checkpoint: Checkpoint, path: str, out: str) -> NoModelWeights:
+def _no_model(checkpoint: Checkpoint, shown: str, out: str) -> NoModelWeights:
     optimizers: Sequence[Part] = [part for part in checkpoint.parts if part.role is Role.OPTIMIZER]
     if optimizers:
         beside = checkpoint.root.resolve().parent
@@ -108,6 +123,6 @@ def _no_model(checkpoint: Checkpoint, path: str, out: str) -> NoModelWeights:
         if checkpoint.root.name.startswith("optimizer") and beside.is_dir():
             found = sorted(p.name for p in beside.iterdir() if p.name.startswith("pytorch_model"))
             hint = f"fsdp-ckpt merge {shlex.quote(str(beside / found[0]))} {shlex.quote(out)}" if found else None
-        return NoModelWeights(f"`{path}` holds optimizer state, not model weights", hint=hint)
+        return NoModelWeights(f"{shown} holds optimizer state, not model weights", hint=hint)
     names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
-    return NoModelWeights(f"`{path}` holds no model weights, only: {names}")
+    return NoModelWeights(f"{shown} holds no model weights, only: {names}")

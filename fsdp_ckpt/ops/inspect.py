@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Problem, TensorEntry
-from fsdp_ckpt.layouts.registry import read_checkpoint
+from fsdp_ckpt.layouts.registry import PathLike, given_paths, read_checkpoint
 from fsdp_ckpt.names import glob_filter
 from fsdp_ckpt.ops.objects import read_object
 from fsdp_ckpt.store.local import LocalStore
@@ -110,7 +109,7 @@ class InspectReport:
     """What a checkpoint is.
 
     Attributes:
-        path: As given.
+        path: As given; the first folder where there are several.
         root: The folder that was read, which may lie below ``path``.
         layout: Layout in a word.
         title: Layout for people.
@@ -121,6 +120,8 @@ class InspectReport:
         parts: Models first.
         side_files: config.json and the like.
         problems: About the whole.
+        other_paths: Further folders as given, of other nodes.
+        other_roots: The same for ``root``.
     """
 
     path: str
@@ -134,10 +135,12 @@ class InspectReport:
     parts: Sequence[PartReport]
     side_files: Sequence[str]
     problems: Sequence[Problem]
+    other_paths: Sequence[str] = ()
+    other_roots: Sequence[str] = ()
 
 
 def inspect(
-    path: str | os.PathLike[str],
+    path: PathLike | Sequence[PathLike],
     *,
     tensors: str | None = None,
     shards: bool = False,
@@ -147,7 +150,8 @@ def inspect(
     """Describe whatever lies at a path. torch is not imported, and no pickle is run.
 
     Args:
-        path: A file, a part, a checkpoint, or a run folder (then the newest complete checkpoint in it).
+        path: A file, a part, a checkpoint, or a run folder (then the newest complete checkpoint in it). Where nodes
+            saved to disks of their own: the folders of all nodes.
         tensors: Keep only tensors whose name matches this glob.
         shards: Add up what each file holds.
         objects: Decode values that are no tensors.
@@ -160,16 +164,18 @@ def inspect(
         CheckpointNotFound: Nothing is there that is a checkpoint.
         UnsafePickle: A pickle asks for code.
         MalformedFile: Metadata or headers are damaged.
+        Incompatible: Several folders that are not of one save.
 
     Example:
         >>> inspect("fixtures/edge/tied").parts[0].num_tensors  # doctest: +SKIP
         3
     """
-    checkpoint = read_checkpoint(path)
+    first, *others = given_paths(path)
+    checkpoint = read_checkpoint([first, *others])
     keep = glob_filter([tensors] if tensors else [], [])
     chosen = [item for item in checkpoint.parts if part is None or item.name == part]
     return InspectReport(
-        path=os.fspath(path),
+        path=first,
         root=str(checkpoint.root),
         layout=checkpoint.layout,
         title=checkpoint.title,
@@ -180,6 +186,8 @@ def inspect(
         parts=[_part_report(checkpoint, item, keep, shards=shards, objects=objects) for item in chosen],
         side_files=checkpoint.side_files,
         problems=checkpoint.problems,
+        other_paths=others,
+        other_roots=[str(root) for root in checkpoint.other_roots],
     )
 
 
@@ -191,7 +199,7 @@ def _part_report(
         dtypes[entry.dtype.name] = dtypes.get(entry.dtype.name, 0) + 1
     decoded: dict[str, Any] = {}
     if objects:
-        store = LocalStore(checkpoint.root)
+        store = LocalStore(checkpoint.roots)
         decoded = {entry.name: read_object(entry, store) for entry in part.objects.values()}
         store.close()
     return PartReport(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_ckpt import __version__
+from fsdp_ckpt.layouts.registry import PathLike
 from fsdp_ckpt.ops.merge_files import PATTERNS, index_json, lay_out_bin, lay_out_safetensors
 from fsdp_ckpt.ops.merge_plan import MergeOptions, MergePlan, plan_merge
 from fsdp_ckpt.ops.preflight import check_destination, check_space
@@ -22,6 +23,7 @@ from fsdp_ckpt.run.copy import Copier
 from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 
 __all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
@@ -38,7 +40,7 @@ class MergeReport:
     """What a merge did, or would do.
 
     Attributes:
-        source: The checkpoint, as given.
+        source: The checkpoint, as given; the first folder where there are several.
         destination: The folder written.
         part: The part that was merged.
         format: ``safetensors`` or ``bin``.
@@ -67,6 +69,7 @@ class MergeReport:
         source_removed: The source was deleted after the result was read back.
         free_bytes: Free space at the destination before the run.
         peak_memory_bytes: Estimate of the memory needed.
+        other_sources: Further folders, of other nodes.
     """
 
     source: str
@@ -98,6 +101,7 @@ class MergeReport:
     source_removed: bool = False
     free_bytes: int | None = None
     peak_memory_bytes: int = 0
+    other_sources: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +116,7 @@ class _Job:
 
 
 def merge(
-    src: str | os.PathLike[str],
+    src: PathLike | Sequence[PathLike],
     out: str | os.PathLike[str],
     *,
     options: MergeOptions | None = None,
@@ -125,7 +129,8 @@ def merge(
     and bits unless ``dtype`` is given.
 
     Args:
-        src: A checkpoint in any layout that ``inspect`` knows, or a folder above it.
+        src: A checkpoint in any layout that ``inspect`` knows, or a folder above it. Where nodes saved to disks of
+            their own: the folders of all nodes.
         out: The folder to make; parents are made as well.
         options: All options at once; or give them as keywords:
         listener: Called with ``Progress`` while bytes are moved.
@@ -146,7 +151,7 @@ def merge(
         CorruptCheckpoint: Damaged or incomplete; nothing is left at ``out``.
         DestinationExists: ``out`` has content and ``overwrite`` is off.
         NotEnoughSpace: The disk is too small; found before writing where possible.
-        Incompatible: Flat parameters, colliding names, dtypes that the format lacks.
+        Incompatible: Flat parameters, colliding names, dtypes that the format lacks; folders of different saves.
         UsageError: Options that contradict each other.
 
     Example:
@@ -161,7 +166,7 @@ def merge(
     check_destination(
         destination,
         plan.checkpoint,
-        src=plan.source,
+        sources=plan.sources,
         out=target,
         overwrite=plan.options.overwrite,
         into=plan.options.into,
@@ -218,13 +223,20 @@ def _lay_out(plan: MergePlan, destination: Path) -> _Job:
 
 def _identity(job: _Job) -> str:
     """Return a hash that is equal for runs which would write the same bytes."""
-    root = job.plan.root.resolve()
-    stamps = {}
+    roots = [root.resolve() for root in job.plan.roots]
+    store, stamps = LocalStore(roots), {}
     for file in job.plan.part.files:
-        status = os.stat(root / file)
+        status = os.stat(store.path(file))
         stamps[file] = [status.st_size, status.st_mtime_ns]
     options = {name: getattr(job.plan.options, name) for name in _IDENTITY}
-    facts = [__version__, str(root), job.plan.part.name, stamps, options, dict(job.plan.selection.tied)]
+    facts = [
+        __version__,
+        [str(root) for root in roots],
+        job.plan.part.name,
+        stamps,
+        options,
+        dict(job.plan.selection.tied),
+    ]
     return hashlib.sha256(json.dumps(facts, default=list, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -245,7 +257,7 @@ def _write(job: _Job, begun: float, listener: Listener | None, free: int | None)
         total = sum(stop - start for spec in mine for start, stop in spec.ranges.values())
         meter = Meter(total, listener)
         meter.add(total - sum(stop - start for spec in todo for start, stop in spec.ranges.values()))
-        with Sources(job.plan.root, spill=staging.path) as sources:
+        with Sources(job.plan.roots, spill=staging.path) as sources:
             copier = Copier(
                 sources,
                 meter,
@@ -327,7 +339,8 @@ def _report(
     if "config.json" in plan.side.missing:
         warnings.append("no config.json was found beside the checkpoint: from_pretrained needs it in the output folder")
     return MergeReport(
-        source=plan.source,
+        source=plan.sources[0],
+        other_sources=plan.sources[1:],
         destination=str(job.destination),
         part=plan.part.name,
         format=plan.options.format,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any, Literal
 
 from fsdp_ckpt.catalog import DTYPES, Checkpoint, DType, Part, Severity
 from fsdp_ckpt.errors import CorruptCheckpoint, NoModelWeights, UsageError
-from fsdp_ckpt.layouts.registry import read_checkpoint
+from fsdp_ckpt.layouts.registry import PathLike, given_paths, read_checkpoint
 from fsdp_ckpt.names import parse_rename
-from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete
+from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete, show_paths
 from fsdp_ckpt.ops.share import Share
 from fsdp_ckpt.ops.side_files import SideFiles, find_side_files
 from fsdp_ckpt.ops.ties import find_aliases, tie
@@ -61,7 +60,7 @@ class MergePlan:
     """What a merge will do.
 
     Attributes:
-        source: The checkpoint, as given.
+        sources: The checkpoint, as given: its path, or the folders of all nodes.
         checkpoint: Its catalog.
         part: The part to merge.
         options: As given.
@@ -73,7 +72,7 @@ class MergePlan:
         warnings: What the user should know.
     """
 
-    source: str
+    sources: Sequence[str]
     checkpoint: Checkpoint
     part: Part
     options: MergeOptions
@@ -85,16 +84,16 @@ class MergePlan:
     warnings: Sequence[str]
 
     @property
-    def root(self) -> Path:
-        """The folder that all files of the checkpoint are relative to."""
-        return self.checkpoint.root
+    def roots(self) -> tuple[Path, ...]:
+        """The folders that all files of the checkpoint are relative to."""
+        return self.checkpoint.roots
 
 
 def plan_merge(
-    src: str | os.PathLike[str], options: MergeOptions | None = None, *, out: str = "OUT", **changes: Any
+    src: PathLike | Sequence[PathLike], options: MergeOptions | None = None, *, out: str = "OUT", **changes: Any
 ) -> MergePlan:
     """Read the metadata of a checkpoint and decide what to write; arguments and errors as ``merge``."""
-    text = os.fspath(src)
+    texts = given_paths(src)
     try:
         chosen = replace(options or MergeOptions(), **changes)
     except TypeError as error:
@@ -107,12 +106,12 @@ def plan_merge(
         raise UsageError("--jobs must be at least 1")
     max_shard_bytes = parse_size(chosen.max_shard_size)
     dtype, renames = _cast_target(chosen.dtype), parse_rename(chosen.rename)
-    checkpoint = read_checkpoint(text)
-    part, notes = choose_model_part(checkpoint, chosen.part, path=text, out=out)
-    refuse_incomplete(part, path=text)
+    checkpoint = read_checkpoint(texts)
+    part, notes = choose_model_part(checkpoint, chosen.part, paths=texts, out=out)
+    refuse_incomplete(part, paths=texts, out=out)
     if not part.tensors:
         raise NoModelWeights(
-            f"`{text}` holds no tensors, only {len(part.objects)} pickled objects",
+            f"{show_paths(texts)} holds no tensors, only {len(part.objects)} pickled objects",
             hint="it was saved with flatten_state_dict=False or outside of a state dict; load it with torch",
         )
     shared = find_shared_bytes(part.tensors.values())
@@ -121,19 +120,19 @@ def plan_merge(
     selection = select_tensors(
         list(part.tensors.values()), dtype=dtype, include=chosen.include, exclude=chosen.exclude, renames=renames
     )
-    side = find_side_files(checkpoint.root / part.folder)
+    side = find_side_files(*(root / part.folder for root in checkpoint.roots))
     warnings = [f"{p.where}: {p.message}" for p in part.problems if p.severity is Severity.WARNING]
     if part.objects:
         first = next(iter(part.objects.values())).name
         notes.append(f"{len(part.objects)} values of {part.name} that are no tensors stay behind, such as `{first}`")
     aliases = find_aliases(selection.tensors)
     if chosen.tie or (chosen.tie is None and side.config.get("tie_word_embeddings") is True):
-        with Sources(checkpoint.root) as sources:
+        with Sources(checkpoint.roots) as sources:
             selection, more = tie(selection, sources, asked=chosen.tie is True)
         warnings += more
         aliases = {name: kept for name, kept in aliases.items() if name not in selection.tied}
     return MergePlan(
-        source=text,
+        sources=texts,
         checkpoint=checkpoint,
         part=part,
         options=chosen,

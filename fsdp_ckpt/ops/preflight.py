@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint
@@ -19,7 +20,7 @@ _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.
 
 
 def check_destination(
-    destination: Path, checkpoint: Checkpoint, *, src: str, out: str, overwrite: bool, into: bool = False
+    destination: Path, checkpoint: Checkpoint, *, sources: Sequence[str], out: str, overwrite: bool, into: bool = False
 ) -> None:
     """Refuse a destination that is in the way or would destroy something.
 
@@ -27,14 +28,14 @@ def check_destination(
         UsageError: It is a file name, or lies within the source, or around it.
         DestinationExists: It has content that may not be replaced.
     """
-    quoted = f"fsdp-ckpt merge {shlex.quote(src)}"
+    quoted = f"fsdp-ckpt merge {shlex.join(sources)}"
     if "://" in out:
         raise UsageError(f"`{out}` is not a local folder", hint=f"{quoted} FOLDER")
     if destination.suffix in (".safetensors", ".bin", ".pt") and not destination.is_dir():
         folder = shlex.quote(str(Path(out).parent / Path(out).stem))
         raise UsageError(f"`{out}` looks like a file; the output is a folder", hint=f"{quoted} {folder}")
-    source = checkpoint.root.resolve()
-    if destination == source or (destination in source.parents and not into):
+    roots = [root.resolve() for root in checkpoint.roots]
+    if any(destination == root or (destination in root.parents and not into) for root in roots):
         raise UsageError(
             f"`{out}` holds the checkpoint itself", hint=f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
         )

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Part
 from fsdp_ckpt.errors import ChecksumMismatch, UsageError
+from fsdp_ckpt.layouts.nodes import demand_equal_copies
 from fsdp_ckpt.ops.merge_plan import MergePlan
 from fsdp_ckpt.run.checksum import checksum_range
 from fsdp_ckpt.run.engine import OutputSpec
+from fsdp_ckpt.store.local import LocalStore
 
 __all__ = ["check_removable", "remove_source", "verify_output"]
 
@@ -22,6 +24,7 @@ def check_removable(plan: MergePlan, destination: Path) -> None:
     Raises:
         UsageError: Something would be lost: tensors that were left out, objects, other parts in the same files, or the
             destination itself.
+        Incompatible: A file that two nodes have is not the same in both: the one that was not read would be lost.
     """
     checkpoint, part = plan.checkpoint, plan.part
     if plan.selection.excluded or part.objects:
@@ -37,9 +40,11 @@ def check_removable(plan: MergePlan, destination: Path) -> None:
             f"--remove-source: the files of {part.name} also hold {', '.join(others)}",
             hint="merge without --remove-source",
         )
-    folder = (checkpoint.root / part.folder).resolve()
-    if folder in destination.parents:
+    if any((root / part.folder).resolve() in destination.parents for root in checkpoint.roots):
         raise UsageError("--remove-source: the destination lies in the folder that would be removed")
+    store = LocalStore(checkpoint.roots)
+    for file in part.files:
+        demand_equal_copies(store, file)
 
 
 def verify_output(destination: Path, specs: Sequence[OutputSpec], crcs: Mapping[str, Mapping[str, int]]) -> None:
@@ -61,8 +66,15 @@ def verify_output(destination: Path, specs: Sequence[OutputSpec], crcs: Mapping[
 
 
 def remove_source(checkpoint: Checkpoint, part: Part) -> None:
-    """Delete the part's files, and its folder when nothing else is in it."""
-    folder = checkpoint.root / part.folder
+    """Delete the part's files, and its folder when nothing else is in it; on all nodes."""
+    for root in checkpoint.roots:
+        _remove(root, part)
+
+
+def _remove(root: Path, part: Part) -> None:
+    folder = root / part.folder
+    if not folder.is_dir():
+        return
     names = {file.rpartition("/")[2] for file in part.files}
     owned = part.folder == "" or part.dialect == "dcp"
     entries = set(os.listdir(folder))
@@ -72,4 +84,5 @@ def remove_source(checkpoint: Checkpoint, part: Part) -> None:
             folder.unlink()
         return
     for file in part.files:
-        (checkpoint.root / file).unlink()
+        if os.path.lexists(root / file):
+            (root / file).unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -39,11 +40,15 @@ class SideFiles:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_side_files(source: Path) -> SideFiles:
-    """Look in a folder, beside it, and above it while folders are named like steps or parts; the nearest file wins."""
+def find_side_files(*sources: Path) -> SideFiles:
+    """Look in a folder, beside it, and above it while folders are named like steps or parts; the nearest file wins.
+
+    Args:
+        *sources: The folder, on each node that has it; of files that are equally near, the first one is taken.
+    """
     found: dict[str, Path] = {}
-    for folder in _places(source):
-        for name, path in _candidates(folder):
+    for folder in itertools.chain.from_iterable(itertools.zip_longest(*map(_places, sources))):
+        for name, path in _candidates(folder) if folder is not None else ():
             if name not in found and (name != "config.json" or _is_model_config(path)):
                 found[name] = path
     config = _load(found["config.json"]) if "config.json" in found else {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.errors import Incompatible, UsageError
+from fsdp_ckpt.layouts.registry import PathLike
 from fsdp_ckpt.ops.merge_plan import plan_merge
 from fsdp_ckpt.plan.boxes import intersect
 from fsdp_ckpt.plan.merge import OutputTensor
@@ -22,14 +22,14 @@ __all__ = ["CheckpointView", "SliceView", "open_checkpoint"]
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, framework: Literal["np", "pt"] = "np", **options: Any
+    path: PathLike | Sequence[PathLike], *, framework: Literal["np", "pt"] = "np", **options: Any
 ) -> CheckpointView:
     """Open the model of a checkpoint for reading, with the manners of ``safetensors.safe_open``.
 
     Nothing but metadata is read until a tensor is asked for, and then only the bytes of that tensor or slice.
 
     Args:
-        path: Anything that ``merge`` reads.
+        path: Anything that ``merge`` reads; a list of folders where nodes saved to disks of their own.
         framework: ``"np"`` for NumPy arrays (bfloat16 and float8 through ml_dtypes), ``"pt"`` for torch tensors.
         **options: As for ``merge``, to see the model as it would be merged: ``dtype``, ``include``, ``exclude``,
             ``rename``, ``tie``, ``part``, ``verify``.
@@ -46,17 +46,19 @@ def open_checkpoint(
     """
     if framework not in ("np", "pt"):
         raise UsageError(f"framework {framework!r} is not possible", hint='choose "np" or "pt"')
-    return CheckpointView(os.fspath(path), framework, options)
+    return CheckpointView(path, framework, options)
 
 
 class CheckpointView:
     """The model of a checkpoint; made by ``open_checkpoint``."""
 
-    def __init__(self, path: str, framework: Literal["np", "pt"], options: dict[str, Any]) -> None:
+    def __init__(
+        self, path: PathLike | Sequence[PathLike], framework: Literal["np", "pt"], options: dict[str, Any]
+    ) -> None:
         plan = plan_merge(path, **options)
         self._framework: Literal["np", "pt"] = framework
         self._verify = options.get("verify", True)
-        self._sources = Sources(plan.root)
+        self._sources = Sources(plan.roots)
         by_name = {tensor.name: tensor for tensor in plan.selection.tensors}
         self._tensors = by_name | {name: by_name[kept] for name, kept in plan.selection.tied.items()}
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,11 +31,11 @@ class Sources:
     Compressed items are expanded into a folder of temporary files, which is removed at the end.
 
     Args:
-        root: The checkpoint's root.
+        root: The checkpoint's root, or its roots.
         spill: Where temporary files may go; None for the system's folder.
     """
 
-    def __init__(self, root: Path, *, spill: Path | None = None) -> None:
+    def __init__(self, root: Path | Sequence[Path], *, spill: Path | None = None) -> None:
         self.store = LocalStore(root)
         self._spill_parent = spill
         self._spill: LocalStore | None = None

@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,26 +53,32 @@ class FileReader:
 
 
 class LocalStore:
-    """The files below one folder.
+    """The files below one folder, or below several that hold one checkpoint between them.
+
+    Several folders are those of nodes that do not share a file system: a file is where it is found first, in the order
+    of the folders. Whether what two of them have is the same is for ``layouts.nodes`` to see.
 
     Args:
-        root: The folder. It may be reached through a symlink; the files in it may not lead out of it, except for the
-            links by which the Hugging Face cache shares blobs between snapshots.
+        root: The folder, or the folders. Each may be reached through a symlink; the files in it may not lead out of
+            it, also not into another one of them, except for the links by which the Hugging Face cache shares blobs
+            between snapshots.
+
+    Attributes:
+        roots: All folders, at least one.
+        root: The first of them.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        real = Path(os.path.realpath(root))
-        self._inside = [str(real)]
-        if real.parent.name == "snapshots":
-            self._inside.append(str(real.parent.parent / "blobs"))
+    def __init__(self, root: Path | Sequence[Path]) -> None:
+        self.roots = (root,) if isinstance(root, Path) else tuple(root)
+        self.root = self.roots[0]
+        self._inside = [_allowed(folder) for folder in self.roots]
         self._open: OrderedDict[str, int] = OrderedDict()
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
         self._paths: dict[str, str] = {}
 
     def path(self, file: str) -> str:
-        """Return the real path of a file.
+        """Return the real path of a file: in the first folder that has it, in the first one when none has.
 
         Args:
             file: Relative to the root, with ``/``.
@@ -83,17 +89,34 @@ class LocalStore:
         known = self._paths.get(file)
         if known is not None:
             return known
+        real = self._real(file, 0)
+        if len(self.roots) > 1 and not os.path.lexists(real):
+            others = (self._real(file, number) for number in range(1, len(self.roots)))
+            real = next((path for path in others if os.path.lexists(path)), real)
+        self._paths[file] = real
+        return real
+
+    def _real(self, file: str, number: int) -> str:
+        """Return a file's real path below one of the roots."""
         parts = file.split("/")
         if not file or file.startswith("/") or "\0" in file or ".." in parts:
             raise MalformedFile(f"the file name {file!r:.200} leads out of the checkpoint; nothing was read")
         try:
-            real = os.path.realpath(self.root / file)
+            real = os.path.realpath(self.roots[number] / file)
         except UnicodeEncodeError:
             raise MalformedFile(f"{file!r:.200} is no file name") from None
-        if not any(real == inside or real.startswith(inside.rstrip("/") + "/") for inside in self._inside):
+        if not any(real == inside or real.startswith(inside.rstrip("/") + "/") for inside in self._inside[number]):
             raise MalformedFile(f"{file!r:.200} is a link out of the checkpoint; nothing was read")
-        self._paths[file] = real
         return real
+
+    def below(self, folder: str) -> LocalStore:
+        """Return a store of a folder below, which becomes the root: of those roots that have it.
+
+        Args:
+            folder: Relative to the root, with ``/``.
+        """
+        found = [root / folder for root in self.roots if (root / folder).is_dir()]
+        return LocalStore(found or self.root / folder)
 
     def size(self, file: str) -> int | None:
         """Return a file's size in bytes, None when it is not there.
@@ -177,6 +200,12 @@ class LocalStore:
                 os.close(fd)
 
 
+def _allowed(root: Path) -> list[str]:
+    """Return the folders that real paths of files below a root may be in."""
+    real = Path(os.path.realpath(root))
+    return [str(real), *([str(real.parent.parent / "blobs")] if real.parent.name == "snapshots" else [])]
+
+
 def _open_regular(path: str, file: str) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
@@ -196,7 +225,7 @@ def _open_regular(path: str, file: str) -> int:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder below a store's root, listed once.
+    """A folder below a store's root, listed once; of a store with several roots, what all of them have there.
 
     Attributes:
         store: The store.
@@ -208,8 +237,13 @@ class Folder:
 
     @cached_property
     def path(self) -> Path:
-        """The folder on disk."""
-        return self.store.root / self.prefix
+        """The folder on disk, below the first root."""
+        return self.paths[0]
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """The folder on disk, below each root; not all of them need exist."""
+        return tuple(root / self.prefix for root in self.store.roots)
 
     @cached_property
     def files(self) -> Mapping[str, int]:
@@ -228,19 +262,32 @@ class Folder:
     @cached_property
     def _entries(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
-        try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    try:
-                        status = entry.stat()
-                    except OSError:  # a dangling link
-                        continue
-                    if stat.S_ISDIR(status.st_mode):
-                        found[entry.name] = None
-                    elif stat.S_ISREG(status.st_mode):
-                        found[entry.name] = status.st_size
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFound(f"there is no folder `{self.path}`") from None
-        except PermissionError:
-            raise CheckpointNotFound(f"`{self.path}` cannot be read: permission denied") from None
+        missing = 0
+        for path in self.paths:
+            try:
+                listed = _list(path)
+            except (FileNotFoundError, NotADirectoryError):
+                missing += 1
+                continue
+            except PermissionError:
+                raise CheckpointNotFound(f"`{path}` cannot be read: permission denied") from None
+            found = listed | found
+        if missing == len(self.paths):
+            raise CheckpointNotFound(f"there is no folder `{self.path}`")
         return dict(sorted(found.items()))
+
+
+def _list(path: Path) -> dict[str, int | None]:
+    """Return sizes of regular files, None for folders."""
+    found: dict[str, int | None] = {}
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                status = entry.stat()
+            except OSError:  # a dangling link
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                found[entry.name] = None
+            elif stat.S_ISREG(status.st_mode):
+                found[entry.name] = status.st_size
+    return found

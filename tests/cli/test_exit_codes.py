@@ -196,7 +196,7 @@ def test_what_comes_next_works_when_typed(tmp_path: Path) -> None:
         (["mrege"], 2),
         (["merge"], 2),
         (["merge", "a"], 2),
-        (["merge", "a", "b", "c"], 2),
+        (["merge", "a", "b", "c"], 3),
         (["inspect"], 2),
         (["inspect", "nothing-here"], 3),
         (["inspect", str(DCP)], 0),

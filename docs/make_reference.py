@@ -11,12 +11,12 @@ from fsdp_ckpt.cli.app import app
 
 TARGET = Path(__file__).parent / "reference.md"
 COMMANDS = (
-    "inspect", "merge", "train", "generate", "launch", "config", "config init", "config show", "config check",
-    "config to-fsdp2", "config to-deepspeed", "config from-deepspeed",
+    "inspect", "list", "merge", "prune", "train", "generate", "launch", "config", "config init", "config show",
+    "config check", "config to-fsdp2", "config to-deepspeed", "config from-deepspeed",
 )  # fmt: skip
 _OTHER_CODES = {
     0: "done",
-    1: "findings (commands that compare or validate)",
+    1: "findings (commands that compare or validate); something could not be removed (prune)",
     70: "internal error: a bug in fsdp-ckpt",
     130: "interrupted by Ctrl-C",
     143: "stopped by SIGTERM",
@@ -43,8 +43,9 @@ def render() -> str:
     pages.append(
         "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact"
         "\nbytes. The other fields are those of `fsdp_ckpt.InspectReport` and `fsdp_ckpt.MergeReport`, whose docstrings"
-        "\ndescribe them. `config` commands print `config` (Accelerate's keys), `origins` and `notes`; conversions"
-        "\n`changed` and `dropped`; `launch --dry-run` `command` and `environment`."
+        "\ndescribe them; of `list` and `prune` those of `ListReport` in `fsdp_ckpt.ops.list_run` and `PruneReport` in"
+        "\n`fsdp_ckpt.ops.prune_run`. `config` commands print `config` (Accelerate's keys), `origins` and `notes`;"
+        "\nconversions `changed` and `dropped`; `launch --dry-run` `command` and `environment`."
         "\n\n## Environment\n\n| variable | effect |\n|---|---|"
         "\n| `FSDP_CKPT_DEBUG=1` | tracebacks, as with `--debug` |"
         "\n| `FSDP_CKPT_PROGRESS=none` | no progress |"

@@ -13,7 +13,9 @@ import fsdp_ckpt
 from fsdp_ckpt.cli import config as config_command
 from fsdp_ckpt.cli import inspect as inspect_command
 from fsdp_ckpt.cli import launch as launch_command
+from fsdp_ckpt.cli import list as list_command
 from fsdp_ckpt.cli import merge as merge_command
+from fsdp_ckpt.cli import prune as prune_command
 from fsdp_ckpt.cli import train as train_command
 
 __all__ = ["app", "run"]
@@ -27,6 +29,7 @@ app = typer.Typer(
     epilog="""\b
 Start here:
   fsdp-ckpt inspect CHECKPOINT          what is in it, and is it whole?
+  fsdp-ckpt list RUN                    its checkpoints; which one is next?
   fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
   fsdp-ckpt train run --kill-at 200     see saving, dying and resuming work
   fsdp-ckpt config init                 describe an FSDP setup; then launch
@@ -62,7 +65,9 @@ def root(
 
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
+app.command("list", epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
+app.command("prune", epilog=prune_command.EXAMPLES)(prune_command.prune)
 app.command("train", epilog=train_command.TRAIN_EXAMPLES)(train_command.train)
 app.command("generate", epilog=train_command.GENERATE_EXAMPLES)(train_command.generate)
 app.add_typer(config_command.app, name="config")
@@ -71,6 +76,7 @@ app.command(
     epilog=launch_command.EXAMPLES,
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
 )(launch_command.launch)
+app.command("ls", hidden=True, epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 for _alias in ("merge-weights", "consolidate"):
     app.command(_alias, hidden=True, epilog=merge_command.EXAMPLES)(merge_command.merge)
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,8 +22,8 @@ from fsdp_ckpt.errors import DestinationExists, UsageError
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
 __all__ = [
-    "PUBLISH_LOCK", "Staging", "current_umask", "is_at", "is_staging", "leftovers", "remove_leftovers",
-    "resolve_destination",
+    "PUBLISH_LOCK", "Staging", "current_umask", "is_at", "is_staging", "leftovers", "recover_replaced",
+    "remove_folder", "remove_leftovers", "resolve_destination",
 ]  # fmt: skip
 
 _MARK = "fsdp-ckpt"
@@ -138,6 +139,7 @@ class Staging:
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     return lock
+                os.close(lock)
                 raise
             os.close(lock)
         raise DestinationExists(f"another process is writing to `{self.destination}`", hint="wait for it, or stop it")
@@ -215,17 +217,26 @@ class Staging:
             self._replace()
 
     def _replace(self) -> None:
-        old = self.path.with_name(self.path.name + ".old")
-        if exchange(self.path, self.destination):
-            old = self.path
-        else:
-            os.rename(self.destination, old)
-            try:
-                os.rename(self.path, self.destination)
-            except OSError:
-                os.rename(old, self.destination)
-                raise
-        shutil.rmtree(old, ignore_errors=True)  # the result is in place; the next run removes what is left
+        # What is set aside must look busy to others until it has a name that nobody else uses.
+        guard = _hold(self.destination)
+        try:
+            old = self.path.with_name(self.path.name + ".old")
+            if exchange(self.path, self.destination):
+                old = self.path
+            else:
+                os.rename(self.destination, old)
+                try:
+                    os.rename(self.path, self.destination)
+                except OSError:
+                    os.rename(old, self.destination)
+                    raise
+            with suppress(OSError):  # the result is in place; the next run removes what is left
+                remove_folder(old, owner="" if self.inside else self.destination.name)
+        finally:
+            if guard is not None:
+                if is_at(guard, self.destination / _LOCK):  # nothing was replaced
+                    (self.destination / _LOCK).unlink()
+                os.close(guard)
 
     def _move_up(self) -> None:
         names = sorted(os.listdir(self.path), key=lambda name: name.endswith(".index.json"))
@@ -235,8 +246,9 @@ class Staging:
         shutil.rmtree(self.path)
 
     def discard(self) -> None:
-        """Remove what was written, and the parents that were made for it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what was written, and the parents that were made for it; what was published stays."""
+        if self._lock >= 0 and is_at(self._lock, self.path / _LOCK):  # else it is another run's by now
+            shutil.rmtree(self.path, ignore_errors=True)
         self._release()
         for parent in self.created_parents:
             try:
@@ -256,16 +268,51 @@ class Staging:
         self._release()
 
     def _release(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, -1  # first, as a signal handler may raise right after closing
+        if lock >= 0:
+            os.close(lock)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what dead runs left in a folder, whatever their destinations were called."""
+    recover_replaced(folder)
     for entry in sorted(folder.iterdir()):
-        if _STAGING.fullmatch(entry.name) and entry.suffix != ".old" and entry.is_dir() and not entry.is_symlink():
+        if _STAGING.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             _remove_if_idle(entry)
+
+
+def recover_replaced(folder: Path) -> None:
+    """Put back what runs in a folder had moved away, when they died before the new one was in its place.
+
+    That can be where two names cannot be exchanged in one step (NFS, Lustre). What cannot be renamed is left.
+    """
+    for entry in sorted(folder.iterdir()):
+        match = _STAGING.fullmatch(entry.name)
+        if match and match["owner"] and entry.suffix == ".old" and entry.is_dir() and not entry.is_symlink():
+            with suppress(OSError):
+                _put_back(entry, folder / match["owner"])
+
+
+def remove_folder(path: Path, *, owner: str | None = None) -> bool:
+    """Remove a folder so that nobody ever sees half of it: it gets a hidden name in one step, then its content goes.
+
+    Args:
+        path: A folder, and no link to one.
+        owner: Name of the destination that it belongs to; None for its own.
+
+    Returns:
+        Whether all of it is gone. What is not (files that are open on NFS, say) is a leftover, which the next run to
+        this place, or ``remove_leftovers``, removes.
+
+    Raises:
+        OSError: It could not be renamed, and is as it was. A link raises NotADirectoryError.
+    """
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "no folder, or a link to one", str(path))
+    gone = path.with_name(f".{path.name if owner is None else owner}.{_MARK}-{os.urandom(8).hex()}")
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    return not gone.exists()
 
 
 def current_umask() -> int:
@@ -284,11 +331,37 @@ def current_umask() -> int:
 
 def _recover(destination: Path) -> None:
     """Put back what a run moved away before it died, on systems that cannot exchange two names in one step."""
-    if not destination.exists():
-        for other in leftovers(destination):
-            if other.suffix == ".old":
-                os.rename(other, destination)
-                return
+    for other in leftovers(destination):
+        if other.suffix == ".old":
+            _put_back(other, destination)
+
+
+def _put_back(old: Path, destination: Path) -> None:
+    """Give a folder its name back, when nothing has the name and the run that took it away is dead."""
+    guard = None if destination.exists() else _hold(old)
+    if guard is None:
+        return
+    try:
+        if not destination.exists():
+            os.rename(old, destination)
+            (destination / _LOCK).unlink(missing_ok=True)
+    finally:
+        os.close(guard)
+
+
+def _hold(folder: Path) -> int | None:
+    """Lock a folder that is to be moved or removed; None where another one holds it, or nobody can lock here."""
+    try:
+        lock = _open_lock(folder)
+    except OSError:  # not ours to write into
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(lock)
+            return None
+    return lock
 
 
 def _missing_parents(destination: Path) -> list[Path]:

@@ -9,13 +9,22 @@ unlike in torch's own files: loaders find records by the directory at the end, a
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fsdp_ckpt.catalog import DType, Shape
+from fsdp_ckpt.codec import ReadAt
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, ZipLayout, lay_out_records, pickle_tensor, seal_archive
 
-__all__ = ["ItemLayout", "lay_out_item", "seal_item"]
+__all__ = ["ItemLayout", "lay_out_item", "recognise_item", "seal_item"]
+
+_CRC = struct.Struct("<L")
+_CRC_IN_HEAD = 14
+"""Where a zip file's local headers have the checksum."""
+_CRC_IN_ENTRY = 16
+"""Where the entries of its directory have it; that of the elements is the first one."""
+_WHOLE_BYTES = 16 << 10
 
 _RECORD_ALIGNMENT = 64
 """Where torch puts records within an archive, so that mapped storages are aligned; loading does not ask for it."""
@@ -89,8 +98,56 @@ def seal_item(layout: ItemLayout, crc32: int) -> tuple[bytes, bytes]:
         layout: The places.
         crc32: CRC-32 of the bytes ``[data_start, data_stop)``.
     """
-    (_, head), *rest = seal_archive(_archive(layout.dtype, layout.shape), {0: crc32})
-    return head, b"".join(piece for _, piece in rest)
+    head, tail, place = _around(layout.dtype, layout.shape)
+    crc = _CRC.pack(crc32)
+    return (
+        head[:_CRC_IN_HEAD] + crc + head[_CRC_IN_HEAD + _CRC.size :],
+        tail[:place] + crc + tail[place + _CRC.size :],
+    )
+
+
+def recognise_item(read_at: ReadAt, start: int, stop: int, dtype: DType, shape: Shape) -> tuple[int, int, int] | None:
+    """Tell whether an item is one that ``seal_item`` made, byte by byte; that is sooner known than it is parsed.
+
+    Args:
+        read_at: Reads the file.
+        start: Where the item begins, as ``.metadata`` has it.
+        stop: Where it ends.
+        dtype: Element type that the metadata say.
+        shape: Shape of the chunk that they say.
+
+    Returns:
+        Where the elements begin and end, and their CRC-32; None for any other item, whole or damaged.
+    """
+    archive = _archive(dtype, shape)
+    if stop - start != archive.size:
+        return None
+    place = _around(dtype, shape)[2]
+    inner_start, inner_stop = archive.storages[0]
+    if archive.size <= _WHOLE_BYTES:
+        item = read_at(start, archive.size)
+        found = item[:inner_start], item[inner_stop:]
+    else:
+        found = read_at(start, inner_start), read_at(start + inner_stop, archive.size - inner_stop)
+    (crc,) = _CRC.unpack_from(found[1], place)
+    layout = ItemLayout(
+        dtype=dtype,
+        shape=shape,
+        start=start,
+        data_start=start + inner_start,
+        data_stop=start + inner_stop,
+        stop=stop,
+    )
+    # No checksum of 0: that may also mean that none was computed.
+    return (layout.data_start, layout.data_stop, crc) if crc and found == seal_item(layout, crc) else None
+
+
+@lru_cache(maxsize=4096)
+def _around(dtype: DType, shape: Shape) -> tuple[bytes, bytes, int]:
+    """Return what stands before and after the elements, with 0 as their checksum, and its place in the latter."""
+    archive = _archive(dtype, shape)
+    (_, head), *rest = seal_archive(archive, {0: 0})
+    return head, b"".join(piece for _, piece in rest), archive.directory - archive.storages[0][1] + _CRC_IN_ENTRY
 
 
 @lru_cache(maxsize=4096)

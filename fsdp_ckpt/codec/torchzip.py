@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdp_ckpt.catalog import Chunk, DType, Encoding, Shape, contiguous_strides
 from fsdp_ckpt.codec import ReadAt
+from fsdp_ckpt.codec.distcp_item import recognise_item
 from fsdp_ckpt.codec.pickles import Global, Machine
 from fsdp_ckpt.codec.tensors import TORCH, TensorRef, storage_from_pid
 from fsdp_ckpt.errors import ChecksumMismatch, Incompatible, MalformedFile
@@ -311,6 +312,10 @@ def resolve_item(chunk: Chunk, dtype: DType, read_at: ReadAt, *, where: str) -> 
         MalformedFile: The item is damaged, or its dtype or shape differs from the metadata's.
         UnsafePickle: Its pickle refers to something that no tensor needs.
     """
+    own = recognise_item(read_at, chunk.start, chunk.stop, dtype, chunk.lengths)
+    if own is not None:
+        start, stop, crc = own
+        return chunk._replace(start=start, stop=stop, encoding=Encoding.RAW, crc32=crc)
     archive = open_archive(read_at, chunk.start, chunk.stop, where=where)
     pickle = archive.read("data.pkl")
     tensor = _SINGLE.get(pickle)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_ckpt.catalog import DTYPES, Chunk, DType, Encoding, Shape
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
 from fsdp_ckpt.codec.dcp_metadata_writer import write_metadata
-from fsdp_ckpt.codec.distcp_item import ItemLayout, lay_out_item, seal_item
+from fsdp_ckpt.codec.distcp_item import ItemLayout, lay_out_item, recognise_item, seal_item
 from fsdp_ckpt.codec.torchzip import resolve_item
 from tests.build import Sharded, assert_same, full_bits, grid
 from tests.unit.codec.test_torchzip import Bytes
@@ -243,3 +243,40 @@ def test_torch_makes_up_the_state_dict_by_itself(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert_same(found["model"], {"w": tensor})
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex128"])
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (70_000, 1, 3)], ids=str)
+def test_own_items_are_recognised_and_mean_what_zipfile_says(name: str, shape: Shape) -> None:
+    file = bytearray(b"x" * 11)
+    tensor = random_tensor(name, shape)
+    layout = add_item(file, tensor)
+    found = recognise_item(Bytes(bytes(file)), layout.start, layout.stop, layout.dtype, shape)
+    with zipfile.ZipFile(io.BytesIO(file[layout.start : layout.stop])) as archive:
+        info = archive.getinfo("archive/data/0")
+    assert found is not None
+    assert found[2] == info.CRC == zlib.crc32(full_bits(tensor))
+    assert bytes(file[found[0] : found[1]]) == full_bits(tensor)
+
+
+def test_an_item_that_differs_anywhere_but_in_its_elements_is_not_recognised() -> None:
+    file = bytearray()
+    layout = add_item(file, random_tensor("float32", (8, 8)))
+    places = [*range(layout.start, layout.data_start), *range(layout.data_stop, layout.stop)]
+    for place in places:
+        broken = bytearray(file)
+        broken[place] ^= 1
+        assert recognise_item(Bytes(bytes(broken)), layout.start, layout.stop, layout.dtype, (8, 8)) is None, place
+    broken = bytearray(file)
+    broken[layout.data_start] ^= 1
+    assert recognise_item(Bytes(bytes(broken)), layout.start, layout.stop, layout.dtype, (8, 8)) is not None
+    for dtype, shape in ((DTYPES["int32"], (8, 8)), (layout.dtype, (8, 4)), (layout.dtype, (64,))):
+        assert recognise_item(Bytes(bytes(file)), layout.start, layout.stop, dtype, shape) is None
+
+
+def test_an_item_of_torch_is_not_recognised() -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.ones(3), buffer)
+    data = buffer.getvalue()
+    assert recognise_item(Bytes(data), 0, len(data), DTYPES["float32"], (3,)) is None
+    assert recognise_item(Bytes(data), 0, len(data), DTYPES["float32"], (2**62, 2**62)) is None

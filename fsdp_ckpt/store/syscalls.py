@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SHARE_ALIGNMENT", "clone_range", "exchange", "fsync_folder", "read_into", "start_writeback", "write_all"]
+__all__ = [
+    "SHARE_ALIGNMENT", "clone_range", "exchange", "fsync_folder", "preallocate", "read_into", "start_writeback",
+    "write_all",
+]  # fmt: skip
 
 SHARE_ALIGNMENT = 4096
 """File systems share whole blocks: source and target offset must be multiples of this."""
@@ -69,6 +72,36 @@ def _sync_file_range() -> Callable[..., int] | None:
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _fallocate() -> Callable[..., int] | None:
+    try:
+        function = _libc().fallocate
+    except (AttributeError, OSError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return function  # type: ignore[no-any-return]
+
+
+def preallocate(fd: int, num_bytes: int) -> bool:
+    """Reserve disk space for the beginning of a file, which becomes so long (Linux fallocate).
+
+    Not ``os.posix_fallocate``: where the file system cannot reserve, the C library writes into every block instead.
+
+    Returns:
+        Whether it did. False where system or file system cannot; nothing has changed then.
+
+    Raises:
+        OSError: There is not so much space, or quota, left.
+    """
+    function = _fallocate()
+    if function is None or function(fd, 0, 0, num_bytes) == 0:
+        return function is not None
+    code = ctypes.get_errno()
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        raise OSError(code, os.strerror(code))
+    return False
 
 
 def start_writeback(fd: int, position: int, num_bytes: int) -> None:

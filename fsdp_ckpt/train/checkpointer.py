@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,15 +12,24 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from fsdp_ckpt.errors import ChecksumMismatch, IncompleteCheckpoint, MalformedFile, UnknownLayout, UsageError
+from fsdp_ckpt.errors import (
+    ChecksumMismatch,
+    FsdpCkptError,
+    IncompleteCheckpoint,
+    MalformedFile,
+    UnknownLayout,
+    UsageError,
+)
 from fsdp_ckpt.layouts.composite import looks_composite
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
-from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
+from fsdp_ckpt.layouts.runs import Seen, own_values
+from fsdp_ckpt.plan.retention import Retention, choose_kept
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.store.publish import remove_leftovers
+from fsdp_ckpt.store.publish import recover_replaced, remove_folder, remove_leftovers
+from fsdp_ckpt.train.background import PendingSave, finish_pending
 from fsdp_ckpt.train.destination import local_path
-from fsdp_ckpt.train.hooks import Hooks
+from fsdp_ckpt.train.hooks import Hooks, check_hooks
 from fsdp_ckpt.train.load import LoadReport, load_state
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.save import SaveReport, StateDictType, save_state, whole_step
@@ -35,7 +43,9 @@ class Checkpointer:
     """Saves and resumes one training run.
 
     Checkpoints are named by step, so a resumed run goes on where the numbers were, and pruning goes by step number:
-    what was just saved is never removed, nor is anything newer, nor a folder that this class did not write.
+    what was just saved is never removed, nor is anything newer, nor a folder that this class did not write. What is
+    older goes when none of ``keep``, ``keep_every`` and ``keep_best`` asks for it. Only checkpoints that are whole
+    count, and go; ``fsdp-ckpt prune --incomplete`` removes others.
 
     Args:
         folder: The run's folder; made when missing.
@@ -45,15 +55,23 @@ class Checkpointer:
         dataloader: As for ``save_state``.
         scaler: As for ``save_state``.
         objects: As for ``save_state``.
-        keep: Number of checkpoints to keep; None for all.
+        keep: How many of the last checkpoints to keep; None for all. It has to be given with the next two.
+        keep_every: Also keep steps that are multiples of this, for good.
+        keep_best: Also keep the best by a number among the ``values`` of ``save``, until better ones come:
+            ``"eval_loss:min=2"`` for the two lowest, ``"bleu:max"`` for the highest; or a list of such texts. ``min``
+            and ``max`` may be left out for names that end with ``loss``, ``perplexity`` or ``accuracy``. A checkpoint
+            without the number, or with NaN, is never among the best; of equal ones the earlier stays.
         rng: Save and restore random states.
         state_dict_type: As for ``save_state``.
+        async_save: As for ``save_state``: ``save`` returns when the state is copied. Leaving the ``with`` block, or
+            ``close``, waits for the last one.
         durable: As for ``save_state``.
         hooks: As for ``save_state``.
         process_group: As for ``save_state``.
 
     Raises:
-        UsageError: ``keep`` below 1, or a folder that is not local.
+        UsageError: ``keep`` below 1 or missing beside ``keep_every`` or ``keep_best``, a rule that cannot be read, or a
+            folder that is not local.
 
     Example:
         >>> with Checkpointer("run", model, optimizer, scheduler, keep=3) as checkpointer:  # doctest: +SKIP
@@ -75,20 +93,24 @@ class Checkpointer:
         scaler: Any = None,
         objects: Any = None,
         keep: int | None = None,
+        keep_every: int | None = None,
+        keep_best: str | Sequence[str] | None = None,
         rng: bool = True,
         state_dict_type: StateDictType = "SHARDED_STATE_DICT",
+        async_save: bool = False,
         durable: bool = True,
         hooks: Sequence[Hooks] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise UsageError(f"keep={keep}: at least one checkpoint has to stay")
+        self._retention = Retention.of(keep, keep_every, keep_best)
+        self._seen: Seen = {}
         self.folder = local_path(folder)
         self.keep = keep
         self._state: dict[str, Any] = {
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader, "scaler": scaler,
             "objects": objects, "hooks": hooks, "process_group": process_group, "rng": rng,
         }  # fmt: skip
+        self._async_save = async_save
         self._type: StateDictType = state_dict_type
         self._durable = durable
 
@@ -104,21 +126,33 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except FsdpCkptError:  # it was logged; what ended the loop matters more
+            if error is None:
+                raise
 
     def close(self) -> None:
-        """Finish what is under way. Every save has ended when ``save`` returns; nothing is left to do."""
+        """Wait for an asynchronous save that is under way. Every rank has to call it.
+
+        Raises:
+            FsdpCkptError: The save fails.
+        """
+        finish_pending()
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
         return self.folder / f"step-{step}"
 
-    def save(self, step: int, *, values: Mapping[str, Any] | None = None) -> SaveReport:
-        """Save ``step-N``, then remove checkpoints beyond the number to keep. A collective.
+    def save(self, step: int, *, values: Mapping[str, Any] | None = None) -> SaveReport | PendingSave:
+        """Save ``step-N``, then remove checkpoints that no rule keeps. A collective.
 
         Args:
             step: Training step, from 0. A checkpoint of this step is replaced.
             values: Numbers and texts that ``resume`` gives back.
+
+        Returns:
+            What was saved; with ``async_save`` what is being saved, see ``PendingSave``.
 
         Raises:
             As ``save_state``.
@@ -127,18 +161,18 @@ class Checkpointer:
         if number is None or number < 0:
             raise UsageError(f"step {step}: steps count from 0")
         step = number
-        report = save_state(
+        hooks = self._state["hooks"]
+        check_hooks(hooks)
+        prune = [] if self._retention is None else [_Prune(self._prune)]
+        return save_state(
             self.path(step),
             step=step,
             values=values,
             state_dict_type=self._type,
+            async_save=self._async_save,
             durable=self._durable,
-            **self._state,
+            **(self._state | {"hooks": [*hooks, *prune]}),
         )
-        if self.keep is not None:
-            ranks = Ranks(self._state["process_group"])
-            ranks.from_first(lambda: self._prune_quietly(step), f"removing old checkpoints in {self.folder}")
-        return report
 
     def resume(self, *, strict: bool = True, **options: Any) -> LoadReport | None:
         """Load the newest checkpoint that is whole; older ones when the newest are incomplete or damaged. A collective.
@@ -156,6 +190,7 @@ class Checkpointer:
             CheckpointNotFound: The newest one is whole, but lacks something that was asked for.
             StateMismatch: The newest one is whole, but of another model.
         """
+        finish_pending()
         ranks = Ranks(self._state["process_group"])
         doing = f"resuming from {self.folder}"
         found = ranks.from_first(lambda: [str(path) for _, path in self._candidates()], doing)
@@ -181,6 +216,7 @@ class Checkpointer:
     def _candidates(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
             return []
+        recover_replaced(self.folder)
         found = list_checkpoints(self.folder)
         folder = Folder(LocalStore(self.folder))
         if not found and (looks_composite(folder) or looks_like_dcp(folder)):
@@ -190,23 +226,29 @@ class Checkpointer:
             )
         return found
 
-    def _prune_quietly(self, step: int) -> None:
-        """Prune; what cannot be removed stays for the next time, as the checkpoint that was just saved is whole."""
-        try:
-            self._prune(step)
-        except OSError as error:
-            _log.warning("could not remove old checkpoints in %s: %s", self.folder, error)
-
     def _prune(self, step: int) -> None:
-        """Remove the oldest of our checkpoints up to a step, each in one move, so that no half of one is seen."""
-        assert self.keep is not None
-        own = [
-            (number, path)
-            for number, path in self._candidates()
-            if number <= step and path.name == f"step-{number}" and (path / MANIFEST).is_file()
-        ]
-        for _, path in own[self.keep :]:
-            gone = path.with_name(f".{path.name}.fsdp-ckpt-{os.urandom(8).hex()}")
-            os.rename(path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        """Remove those of our checkpoints up to a step that no rule keeps, each in one move: no half of one is seen.
+
+        Not a collective: for one rank of each file system, when the checkpoint of this step is in its place.
+        """
+        assert self._retention is not None
+        kept = choose_kept(self._retention, own_values(self.folder, self._seen, like=step), up_to=step)
+        for number in sorted(number for number, reasons in kept.items() if not reasons):
+            try:
+                remove_folder(self.path(number))
+            except FileNotFoundError:  # somebody else prunes here, too
+                continue
+            except OSError as error:
+                _log.warning("could not remove old checkpoints in %s: %s", self.folder, error)
         remove_leftovers(self.folder)
+
+
+class _Prune(Hooks):
+    """Prunes when a step is in its place, on every node that has a disk of its own."""
+
+    def __init__(self, prune: Callable[[int], None]) -> None:
+        self._prune = prune
+
+    def after_commit(self, report: SaveReport) -> None:
+        assert report.step is not None
+        self._prune(report.step)

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from fsdp_ckpt.errors import DestinationExists, UsageError
+from fsdp_ckpt.errors import DestinationExists, MalformedFile, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
 from fsdp_ckpt.store.local import Folder, LocalStore
@@ -97,7 +97,13 @@ def _is_model_file(path: Path) -> bool:
 def _stranger(folder: Folder) -> str | None:
     """Return a name in the folder that saving there would destroy for good; None when there is none."""
     names = _names(folder)
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except MalformedFile as error:
+        raise DestinationExists(
+            f"`{folder.path}` holds a manifest that cannot be read, so what would be replaced is not known: {error}",
+            hint=f"fsdp-ckpt inspect {folder.path}; save to another folder, or move this one away",
+        ) from None
     if manifest is not None:
         parts = {path.partition("/")[0] for path in manifest.files if "/" in path}
         known = {*manifest.files, *parts, MANIFEST}

@@ -101,7 +101,7 @@ def check_hooks(hooks: Any) -> None:
 
 
 class Hooks:
-    """Override what you need; each method is called on every rank.
+    """Override what you need; each method but ``after_commit`` is called on every rank.
 
     Example:
         >>> class OnlyAdapters(Hooks):
@@ -112,8 +112,20 @@ class Hooks:
     def before_save(self, event: SaveEvent) -> None:
         """Called before anything is written; may skip or replace parts, add files, or veto."""
 
+    def after_commit(self, report: Any) -> None:
+        """Called on one rank when the checkpoint is in its place, in the thread that wrote it.
+
+        That is the first one; where nodes have disks of their own, the lowest on each node.
+
+        The place for what takes long and needs no other rank: copying it elsewhere, removing older ones. The
+        checkpoint is there whatever happens here: an error is logged.
+        """
+
     def after_save(self, report: Any) -> None:
-        """Called when the checkpoint is in its place, with the ``SaveReport``."""
+        """Called when the checkpoint is in its place, with the ``SaveReport``.
+
+        After an asynchronous save, by whoever waits for it: in the caller's thread.
+        """
 
     def before_load(self, event: LoadEvent) -> None:
         """Called before anything in the models is changed; may skip or replace parts, or veto."""

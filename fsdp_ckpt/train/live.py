@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "dtype_of",
     "flat_pieces",
     "plain",
+    "stored_pieces",
     "takes_turn",
     "whole",
 ]
@@ -163,6 +165,13 @@ def plain(name: str, tensor: Tensor, ranks: Ranks, *, spreads: bool = True) -> L
     )
 
 
+def stored_pieces(tensor: LiveTensor) -> Sequence[Piece]:
+    """Return the pieces that this rank stores: none when another one does; empty ones only of empty tensors."""
+    if not tensor.writes:
+        return ()
+    return [piece for piece in tensor.pieces if 0 in tensor.shape or 0 not in piece.lengths]
+
+
 def whole(tensor: Tensor) -> Piece:
     """Return a plain tensor as one piece."""
     return Piece(offsets=(0,) * tensor.dim(), lengths=tuple(tensor.shape), tensor=tensor.detach())
@@ -189,29 +198,21 @@ def dtensor_pieces(tensor: DTensor, name: str) -> tuple[list[Piece], int, int]:
     if ("partial",) in placements:
         raise Incompatible(f"`{name}` has a pending reduction (Partial placement)", hint="reduce it before saving")
     sizes = tuple(mesh.shape)
-    reference = DTensorRef(
-        local=TensorRef(
-            storage=StorageRef("", None, 0),
-            dtype=dtype_of(tensor.dtype, name),
-            offset=0,
-            shape=tuple(local.shape),
-            strides=tuple(local.stride()),
-        ),
-        shape=tuple(tensor.shape),
-        mesh_shape=sizes,
-        coordinate=tuple(coordinate),
-        placements=placements,
-    )
+    strides = tuple(local.stride())
     try:
-        boxes = list(local_boxes(reference))
+        boxes = _boxes_of(
+            shape=tuple(tensor.shape),
+            local_shape=tuple(local.shape),
+            strides=strides,
+            mesh_shape=sizes,
+            coordinate=tuple(coordinate),
+            placements=placements,
+        )
     except MalformedFile as error:  # no file is at fault
         raise Incompatible(f"`{name}`: {error.message}") from None
+    start = local.storage_offset()
     pieces = [
-        Piece(
-            offsets=offsets,
-            lengths=lengths,
-            tensor=local.as_strided(lengths, local.stride(), local.storage_offset() + element),
-        )
+        Piece(offsets=offsets, lengths=lengths, tensor=local.as_strided(lengths, strides, start + element))
         for offsets, lengths, element in boxes
     ]
     index, count = 0, 1
@@ -219,6 +220,26 @@ def dtensor_pieces(tensor: DTensor, name: str) -> tuple[list[Piece], int, int]:
         if placement == ("replicate",):
             index, count = index * size + place, count * size
     return pieces, index, count
+
+
+@lru_cache(maxsize=4096)
+def _boxes_of(
+    *,
+    shape: Shape,
+    local_shape: Shape,
+    strides: Shape,
+    mesh_shape: Shape,
+    coordinate: Shape,
+    placements: tuple[tuple[str | int, ...], ...],
+) -> Sequence[tuple[Shape, Shape, int]]:
+    """Return boxes as ``local_boxes`` does; most tensors of a model are laid out like many others."""
+    local = TensorRef(
+        storage=StorageRef("", None, 0), dtype=DTYPES["uint8"], offset=0, shape=local_shape, strides=strides
+    )
+    reference = DTensorRef(
+        local=local, shape=shape, mesh_shape=mesh_shape, coordinate=coordinate, placements=placements
+    )
+    return tuple(local_boxes(reference))
 
 
 def _placement(placement: object) -> tuple[str | int, ...]:

@@ -6,18 +6,20 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_ckpt.train.background import finish_pending
 from fsdp_ckpt.train.hooks import Hooks, LoadEvent, check_hooks
 from fsdp_ckpt.train.load_plan import LoadJob, LoadOptions, LoadReport
 from fsdp_ckpt.train.locate import open_source
 from fsdp_ckpt.train.model_plan import Resize
 from fsdp_ckpt.train.modules import collect_model, settle
 from fsdp_ckpt.train.ranks import Ranks
-from fsdp_ckpt.train.reader import Reader
+from fsdp_ckpt.train.reader import Reader, threads_per_rank
 from fsdp_ckpt.train.small_parts import Positions
 from fsdp_ckpt.train.subjects import Subjects
 
@@ -88,6 +90,7 @@ def load_state(
         UnsafePickle: A file in it asks for code; nothing was run.
         StateMismatch: Names or shapes differ; lists are in the exception.
         Incompatible: State that cannot be brought into the live objects.
+        FsdpCkptError: An asynchronous save is under way, and it fails.
 
     Example:
         >>> report = load_state("run", model, optimizer, scheduler)  # doctest: +SKIP
@@ -95,6 +98,7 @@ def load_state(
         ...     train(step)
     """
     begun = time.monotonic()
+    finish_pending()
     ranks = Ranks(process_group)
     target = os.fspath(path)
     doing = f"loading {target}"
@@ -114,7 +118,8 @@ def load_state(
         check_hooks(hooks)
     ranks.demand_same(target, "the path", doing)
     source = open_source(path, ranks, doing)
-    with Reader(source.checkpoint) as reader:
+    threads = threads_per_rank(ranks.size)
+    with closing(source), Reader(source.checkpoint, num_threads=threads) as reader:
         with ranks.together(doing):
             live = {name: collect_model(item, ranks) for name, item in subjects.models.items()}
         ranks.demand_same(subjects.names(), "what is to be loaded", doing)
@@ -127,7 +132,13 @@ def load_state(
             )
             for hook in hooks:
                 hook.before_load(event)
-            job.check(event)
+            job.compare(event)
+            if source.remote is None:
+                job.verify()
+        if source.remote is not None:
+            source.remote.fetch_chunks(job.chunks(), doing)
+            with ranks.together(doing):
+                job.verify()
         ranks.demand_same((sorted(event.skipped), sorted(event.replaced)), "what hooks skip or replace", doing)
         half = f"{doing} (models and optimizers may be half loaded: do not go on with them)"
         with ranks.together(half), torch.no_grad():

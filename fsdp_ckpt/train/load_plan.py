@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from fsdp_ckpt.catalog import Part, Role, Shape
+from fsdp_ckpt.catalog import Chunk, Part, Role, Shape, TensorEntry
 from fsdp_ckpt.errors import UsageError
+from fsdp_ckpt.plan.boxes import Box, intersect
 from fsdp_ckpt.train.full import nest
 from fsdp_ckpt.train.hooks import LoadEvent
 from fsdp_ckpt.train.locate import Source, refuse_faults
@@ -148,6 +149,7 @@ class LoadJob:
         self._live = live
         self._models: dict[str, ModelPlan] = {}
         self._skipped: set[str] = set()
+        self._wanted: list[tuple[TensorEntry, Sequence[Box]]] = []
         self._warnings: list[str] = []
         self._optimizers: dict[str, OptimizerPlan] = {}
         self.used: dict[str, str] = {}
@@ -238,9 +240,10 @@ class LoadJob:
         if self._options.rng and source.parts(Role.RNG):
             self.used["random_states"] = "random_states"  # on all ranks, also on those that get none
 
-    def check(self, event: LoadEvent) -> None:
-        """Raise for everything that does not fit or is damaged; nothing is changed yet."""
+    def compare(self, event: LoadEvent) -> None:
+        """Raise for everything that does not fit; nothing is changed yet."""
         options = self._options
+        wanted: list[tuple[TensorEntry, Sequence[Box]]] = []
         for part, name in self.used.items():
             if part in event.skipped:
                 continue
@@ -251,12 +254,25 @@ class LoadJob:
             elif name in self._models and self._is_model(part):
                 plan = self._models[name]
                 plan.fit.raise_for("the model" if len(self._models) == 1 else f"model `{name}`", strict=options.strict)
-                for entry, pieces in plan.fills:
-                    self._reader.check(entry, [piece.box for piece in pieces], verify=options.verify)
+                wanted += [(entry, [piece.box for piece in pieces]) for entry, pieces in plan.fills]
             elif name in self._optimizers and self._is_optimizer(part):
                 optimizer_plan = self._optimizers[name]
                 optimizer_plan.fit.raise_for("the optimizer", strict=options.strict)
-                optimizer_plan.check(self._reader, verify=options.verify)
+                wanted += optimizer_plan.wanted()
+        self._wanted = wanted
+
+    def chunks(self) -> list[Chunk]:
+        """Return the records that will be read, once everything has been compared."""
+        return [
+            chunk
+            for entry, boxes in self._wanted
+            for chunk in entry.chunks
+            if any(intersect((chunk.offsets, chunk.lengths), box) is not None for box in boxes)
+        ]
+
+    def verify(self) -> None:
+        """Raise for everything that is damaged; nothing is changed yet."""
+        self._reader.check(self._wanted, verify=self._options.verify)
 
     def _is_model(self, part: str) -> bool:
         return any(known.name == part for known in self._source.parts(Role.MODEL))
@@ -289,8 +305,7 @@ class LoadJob:
         if replacement is not None:
             load_replacement(live, replacement)
         else:
-            for entry, pieces in plan.fills:
-                self._reader.fill(entry, pieces)
+            self._reader.fill(plan.fills)
             for key, entries in plan.extra.items():
                 flat = {entry.path[1:]: self._reader.value(entry) for entry in entries}
                 live.extra[key][0].set_extra_state(flat[()] if set(flat) == {()} else nest(flat))

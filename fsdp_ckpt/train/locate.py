@@ -7,16 +7,20 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
-from fsdp_ckpt.errors import CheckpointNotFound, ChecksumMismatch, IncompleteCheckpoint
-from fsdp_ckpt.layouts.manifest import Manifest, Member, read_manifest
-from fsdp_ckpt.layouts.registry import read_checkpoint
+from fsdp_ckpt.catalog import Checkpoint, Part, Problem, Role, Severity
+from fsdp_ckpt.errors import CheckpointNotFound, ChecksumMismatch, CorruptCheckpoint, IncompleteCheckpoint
+from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
+from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, Member, read_manifest
+from fsdp_ckpt.layouts.registry import list_checkpoints, read_checkpoint
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.publish import recover_replaced
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.remote_files import RemoteFiles, find_remote
 
 __all__ = ["Source", "by_rank", "open_source", "refuse_faults"]
 
@@ -34,12 +38,19 @@ class Source:
         manifest: What it says about itself, where we wrote it.
         warnings: What was passed over on the caller's behalf.
         path: Where it is: the folder, or the file that was given.
+        remote: What hands over files of other nodes, where nodes have disks of their own.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest | None
     warnings: Sequence[str]
     path: str
+    remote: RemoteFiles | None = None
+
+    def close(self) -> None:
+        """Remove what was fetched from other nodes."""
+        if self.remote is not None:
+            self.remote.close()
 
     @property
     def world_size(self) -> int | None:
@@ -56,6 +67,11 @@ class Source:
     def parts(self, role: Role) -> list[Part]:
         """Return the parts of a role."""
         return [part for part in self.checkpoint.parts if part.role is role]
+
+    def ranks_with(self, stem: str) -> set[int]:
+        """Return the ranks that saved a file ``STEM_R.pkl``, by our manifest: files of other nodes count as well."""
+        found = (re.fullmatch(rf"{stem}_(\d+)\.pkl", path) for path in (self.manifest.files if self.manifest else ()))
+        return {int(match[1]) for match in found if match}
 
     def match(
         self,
@@ -146,29 +162,91 @@ def open_source(path: str | os.PathLike[str], ranks: Ranks, doing: str) -> Sourc
     text = os.fspath(path)
     kept: list[Checkpoint] = []
 
-    def choose() -> tuple[str, list[str]]:
-        _check_index_files(Path(text.removeprefix("file://")))
-        found = read_checkpoint(text)
-        kept.append(found)
-        warnings = [f"passed over: {value}" for name, value in found.facts if name == "passed over"]
-        if found.chosen is not None and found.chosen != str(found.root):
-            _log.info("taking %s of %s", found.root.name, text)
-        return (text if found.chosen is None else str(found.root)), warnings
+    def choose() -> tuple[str, bool, list[str]]:
+        chosen, found, warnings = _choose(text)
+        if found is not None:
+            kept.append(found)
+        return chosen, (Path(chosen.removeprefix("file://")) / MANIFEST).is_file(), warnings
 
-    place, warnings = ranks.from_first(choose, doing)
+    place, is_ours, warnings = ranks.from_first(choose, doing)
+    local = Path(place.removeprefix("file://"))
+    manifest: Manifest | None = None
+    with ranks.together(doing):
+        if local.is_dir():
+            manifest = read_manifest(Folder(LocalStore(local)))
+            _check_index_files(local, manifest)
+    remote = find_remote(local, manifest, ranks, doing) if is_ours else None
+    if remote is not None:
+        return _open_spread(local, remote, warnings, ranks, doing)
     with ranks.together(doing):
         checkpoint = kept[0] if kept else read_checkpoint(place)
-        is_file = Path(place.removeprefix("file://")).is_file()
-        manifest = None if is_file else read_manifest(Folder(LocalStore(checkpoint.root)))
     return Source(
         checkpoint=checkpoint,
         manifest=manifest,
         warnings=warnings,
-        path=place if is_file else str(checkpoint.root),
+        path=place if local.is_file() else str(checkpoint.root),
     )
 
 
-def _check_index_files(folder: Path) -> None:
+def _choose(text: str) -> tuple[str, Checkpoint | None, list[str]]:
+    """Return which checkpoint a path leads to, its catalog where it had to be read for that, and what to warn of."""
+    folder = Path(text.removeprefix("file://"))
+    for place in (folder.parent, folder):
+        if place.is_dir() and not (place / MANIFEST).is_file():
+            recover_replaced(place)
+    if (folder / MANIFEST).is_file():
+        return text, None, []  # a checkpoint itself: all ranks read it at the same time
+    try:
+        found = read_checkpoint(text)
+    except IncompleteCheckpoint:
+        spread = _newest_spread(folder)
+        if spread is None:
+            raise
+        _log.info("taking %s of %s, which lies on several nodes", spread.name, text)
+        return str(spread), None, []
+    warnings = [f"passed over: {value}" for name, value in found.facts if name == "passed over"]
+    if found.chosen is None:
+        return text, found, warnings
+    if found.chosen != str(found.root):
+        _log.info("taking %s of %s", found.root.name, text)
+    return str(found.root), found, warnings
+
+
+def _open_spread(place: Path, remote: RemoteFiles, warnings: Sequence[str], ranks: Ranks, doing: str) -> Source:
+    """Read the catalog where nodes have disks of their own. A collective."""
+    try:
+        remote.begin(doing)
+        with ranks.together(doing):
+            checkpoint = _without_remote(read_checkpoint(remote.roots), remote)
+            manifest = read_manifest(Folder(LocalStore(checkpoint.roots)))
+        remote.fetch_small(checkpoint, doing)
+    except BaseException:
+        remote.close()
+        raise
+    return Source(checkpoint=checkpoint, manifest=manifest, warnings=warnings, path=str(place), remote=remote)
+
+
+def _newest_spread(folder: Path) -> Path | None:
+    """Return the newest of our checkpoints of a run that lacks files of other ranks; None when there is none."""
+    for _, path in list_checkpoints(folder) if folder.is_dir() else ():
+        if (path / MANIFEST).is_file():
+            with suppress(CorruptCheckpoint):
+                if any(problem.code == ELSEWHERE for problem in read_checkpoint(path).problems):
+                    return path
+    return None
+
+
+def _without_remote(checkpoint: Checkpoint, remote: RemoteFiles) -> Checkpoint:
+    """Return a catalog without complaints about files that are on other nodes."""
+
+    def keep(problems: Sequence[Problem]) -> list[Problem]:
+        return [problem for problem in problems if problem.code != "missing-file" or not remote.has(problem.where)]
+
+    parts = [replace(part, problems=keep(part.problems)) for part in checkpoint.parts]
+    return replace(checkpoint, parts=parts, problems=keep(checkpoint.problems))
+
+
+def _check_index_files(folder: Path, manifest: Manifest | None) -> None:
     """Compare the ``.metadata`` files of a checkpoint of ours with its manifest, before anybody tries to read them.
 
     A flipped bit in a pickle can look like anything, also like an attack.
@@ -176,10 +254,7 @@ def _check_index_files(folder: Path) -> None:
     Raises:
         ChecksumMismatch: One is damaged.
     """
-    if not folder.is_dir():
-        return
     below = Folder(LocalStore(folder))
-    manifest = read_manifest(below)
     for path, (size, crc) in (manifest.files if manifest else {}).items():
         if path.endswith(".metadata") and below.store.size(path) == size:
             found = zlib.crc32(below.store.read(path, limit_bytes=size))

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt.catalog import DTYPES, ObjectEntry, TensorEntry
 from fsdp_ckpt.errors import Incompatible
-from fsdp_ckpt.train.live import ParamSlot, Span, dtype_of
+from fsdp_ckpt.plan.boxes import Box
+from fsdp_ckpt.train.live import ParamSlot, Piece, Span, dtype_of
 from fsdp_ckpt.train.model_plan import Fit, Resize
 from fsdp_ckpt.train.optimizer_state import Entry, SavedOptimizer
 from fsdp_ckpt.train.optimizers import Slots, find_slots
@@ -79,31 +80,35 @@ class OptimizerPlan:
     cleared: list[Tensor] = field(default_factory=list)
     kept_options: list[str] = field(default_factory=list)
 
-    def check(self, reader: Reader, *, verify: bool) -> None:
-        """Find and verify everything that this rank will read."""
+    def wanted(self) -> list[tuple[TensorEntry, Sequence[Box]]]:
+        """Return everything that this rank will read: tensors, and boxes of each."""
+        found: list[tuple[TensorEntry, Sequence[Box]]] = []
         for plan in self.slots:
             template = plan.slot.template()
-            for moment in [moment for moments in plan.moments.values() for moment in moments]:
-                pieces = moment.span.cut(template) or ()
-                reader.check(moment.entry, [piece.box for piece in pieces], verify=verify)
+            for moments in plan.moments.values():
+                found += [
+                    (moment.entry, [piece.box for piece in moment.span.cut(template) or ()]) for moment in moments
+                ]
             for entries in plan.scalars.values():
-                for entry in entries:
-                    if isinstance(entry, TensorEntry):
-                        reader.check(entry, [((0,) * len(entry.shape), entry.shape)], verify=verify)
+                tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
+                found += [(entry, [((0,) * len(entry.shape), entry.shape)]) for entry in tensors]
+        return found
 
     def apply(self, reader: Reader) -> None:
         """Load: fill moments in place where they are there, make them where they are not, and set options."""
         groups = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
+        fills: list[tuple[TensorEntry, Sequence[Piece]]] = []
         for plan in self.slots:
             param = plan.slot.param
             state = self.optimizer.state.get(param, {})
             group = groups[id(param)]
             for kind, moments in plan.moments.items():
-                self._fill(plan, kind, moments, state, reader)
+                fills += _moments(plan, kind, moments, state)
             for kind, entries in plan.scalars.items():
                 state[kind] = self._scalar(kind, entries, plan.slot, group, reader)
             if state:
                 self.optimizer.state[param] = state
+        reader.fill(fills)
         for param in self.cleared:
             self.optimizer.state.pop(param, None)
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
@@ -111,18 +116,6 @@ class OptimizerPlan:
                 group[option] = _option(group.get(option), value)
         # Optimizers add what options and state of older versions lack (Optimizer.load_state_dict ends in this, too).
         self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
-
-    def _fill(
-        self, plan: _SlotPlan, kind: str, moments: Sequence[_Moment], state: dict[str, Any], reader: Reader
-    ) -> None:
-        wanted = plan.dtypes[kind]
-        live = state.get(kind)
-        fits = isinstance(live, Tensor) and live.dtype == wanted and moments[0].span.cut(live) is not None
-        if not fits:
-            live = state[kind] = torch.zeros_like(plan.slot.template(), dtype=wanted, requires_grad=False)
-        assert isinstance(live, Tensor)
-        for moment in moments:
-            reader.fill(moment.entry, moment.span.cut(live) or ())
 
     def _scalar(
         self, kind: str, entries: Sequence[Entry], slot: ParamSlot, group: Mapping[str, Any], reader: Reader
@@ -135,6 +128,20 @@ class OptimizerPlan:
         local = slot.template()
         device = local.to_local().device if isinstance(local, DTensor) else local.device
         return _moved(first, device) if on_device else first
+
+
+def _moments(
+    plan: _SlotPlan, kind: str, moments: Sequence[_Moment], state: dict[str, Any]
+) -> list[tuple[TensorEntry, Sequence[Piece]]]:
+    """Return what goes where of one kind of moment; made here when it is not there, or is laid out otherwise."""
+    wanted = plan.dtypes[kind]
+    live = state.get(kind)
+    fits = isinstance(live, Tensor) and live.dtype == wanted and moments[0].span.cut(live) is not None
+    if not fits:
+        # Zeros, as padding and what a tensor has grown by are not in the checkpoint.
+        live = state[kind] = torch.zeros_like(plan.slot.template(), dtype=wanted, requires_grad=False)
+    assert isinstance(live, Tensor)
+    return [(moment.entry, moment.span.cut(live) or ()) for moment in moments]
 
 
 def check_class(optimizer: torch.optim.Optimizer, saved: str) -> None:

@@ -12,6 +12,7 @@ optimizer      ``optimizer_j/``             ``optimizer.bin``            ``optim
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +33,14 @@ from fsdp_ckpt.train.modules import LiveModel
 from fsdp_ckpt.train.objects import encode
 from fsdp_ckpt.train.optimizers import Slots, collect_optimizer
 from fsdp_ckpt.train.ranks import Ranks
-from fsdp_ckpt.train.shards import ShardWriter, assemble
+from fsdp_ckpt.train.shards import MetadataCache, ShardWriter, assemble
 
-__all__ = ["PartState", "model_part", "optimizer_part", "part_of_mapping", "unite_groups", "write_part"]
+__all__ = [
+    "PartState", "encode_local", "encode_values", "model_part", "optimizer_part", "part_of_mapping", "unite_groups",
+    "write_part",
+]  # fmt: skip
+
+_metadata_cache = MetadataCache()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,8 @@ class PartState:
         values: Everything else.
         model: The model, for LOCAL_STATE_DICT.
         groups: For an optimizer, the names in each group.
+        objects: Of a part that is sharded, ``values`` as they will be stored; see ``encode_values``.
+        local: Content of the rank's file of LOCAL_STATE_DICT, where it is known already.
     """
 
     name: str
@@ -58,6 +66,8 @@ class PartState:
     values: Mapping[KeyPath, Any] = field(default_factory=dict)
     model: LiveModel | None = None
     groups: Sequence[Sequence[str]] = ()
+    objects: Mapping[KeyPath, bytes] = field(default_factory=dict)
+    local: bytes | None = None
 
     @property
     def is_folder(self) -> bool:
@@ -153,59 +163,100 @@ def _leaves(value: Any, place: KeyPath) -> list[tuple[KeyPath, Any]]:
     return [(place, value)]
 
 
-def write_part(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, FileFacts]:
-    """Write a part. A collective.
+def encode_values(part: PartState) -> PartState:
+    """Return a part that is sharded with its values as bytes, so that changing the live ones no longer matters.
+
+    Raises:
+        Incompatible: A value that could not be loaded again.
+    """
+    if not part.is_folder:
+        return part
+    objects = {path: encode(value, ".".join(map(str, path))) for path, value in part.values.items()}
+    return replace(part, values={}, objects=objects)
+
+
+def encode_local(part: PartState) -> PartState:
+    """Return a model of LOCAL_STATE_DICT with the content of this rank's file, in memory."""
+    if part.model is None or part.style != "LOCAL_STATE_DICT":
+        return part
+    buffer = io.BytesIO()
+    torch.save(_local_state(part.model), buffer)
+    return replace(part, local=buffer.getvalue(), tensors={}, model=None)
+
+
+def write_part(
+    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
+) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
+    """Write a part, but for its ``.metadata``. A collective.
 
     Returns:
-        On the first rank, size and CRC-32 (hexadecimal) of its files by path; nothing on others.
+        On the first rank, size and CRC-32 (hexadecimal) of its files by path, and what is still to be written by
+        path; nothing on others.
     """
     if part.style == "FULL_STATE_DICT":
         found = write_full(place / part.full_file, part.tensors, part.values, ranks, durable=durable, doing=doing)
-        return {} if found is None else {part.full_file: (found[0], f"{found[1]:08x}")}
+        return ({} if found is None else {part.full_file: (found[0], f"{found[1]:08x}")}), {}
     if part.style == "LOCAL_STATE_DICT" and part.head == "model":
-        return _write_local(part, place, ranks, durable=durable, doing=doing)
+        return _write_local(part, place, ranks, durable=durable, doing=doing), {}
     return _write_sharded(part, place, ranks, durable=durable, doing=doing)
 
 
-def _write_sharded(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, FileFacts]:
+def _write_sharded(
+    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
+) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
     writer = ShardWriter(place / part.name, ranks.rank, durable=durable)
     with ranks.together(doing):
         try:
+            writer.expect(part.tensors.values(), part.objects.values())
             for path, tensor in part.tensors.items():
                 writer.add_tensor((part.head, *path), tensor)
-            for path, value in part.values.items():
-                writer.add_object((part.head, *path), encode(value, ".".join(map(str, path))))
+            for path, data in part.objects.items():
+                writer.add_object((part.head, *path), data)
             share = writer.close()
         finally:
             writer.abort()
-    shares = ranks.gather_first(share, doing)
-
-    def finish() -> FileFacts:
-        assert shares is not None
-        data = assemble(shares)
-        return write_file(place / part.name / ".metadata", data, durable=durable)
-
-    found = ranks.from_first(finish, doing)
-    if shares is None:
-        return {}
-    files = {f"{part.name}/{one.file}": (one.size, f"{one.crc32:08x}") for one in shares if one.file is not None}
-    return files | {f"{part.name}/.metadata": found}
+    summaries = ranks.gather_first(share.summary(), doing)
+    metadata = _metadata_cache.get(summaries) if summaries is not None else None
+    if ranks.from_first(lambda: metadata is None, doing):
+        shares = ranks.gather_first(share, doing)
+        with ranks.together(doing):
+            if shares is not None and summaries is not None:
+                metadata, follows = assemble(shares)
+                if follows:
+                    _metadata_cache.put(summaries, metadata)
+    if summaries is None or metadata is None:
+        return {}, {}
+    files = {f"{part.name}/{one.file}": (one.size, f"{one.crc32:08x}") for one in summaries if one.file is not None}
+    return files, {f"{part.name}/.metadata": metadata}
 
 
 def _write_local(part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> dict[str, FileFacts]:
     """Write FSDP1's flat parameters as torch hands them out, one file per rank, as Accelerate does."""
-    assert part.model is not None
-    module: Any = part.model.module
     name = f"{part.name.removesuffix('_0')}_rank{ranks.rank}.bin"
-    with ranks.together(doing), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # ShardedTensor is what this form consists of
-        with FullyShardedDataParallel.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
-            state = module.state_dict()
-        out: Any = HashingFile(place / name)
-        try:
-            torch.save(state, out)
-            found = out.finish(durable=durable)
-        finally:
-            out.close()
+    with ranks.together(doing):
+        if part.local is not None:
+            found = write_file(place / name, part.local, durable=durable)
+        else:
+            assert part.model is not None
+            found = _stream(_local_state(part.model), place / name, durable=durable)
     gathered = ranks.gather_first({name: found}, doing)
     return {} if gathered is None else {file: entry for files in gathered for file, entry in files.items()}
+
+
+def _local_state(model: LiveModel) -> Mapping[str, Any]:
+    module: Any = model.module
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # ShardedTensor is what this form consists of
+        with FullyShardedDataParallel.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
+            state: Mapping[str, Any] = module.state_dict()
+    return state
+
+
+def _stream(state: Mapping[str, Any], path: Path, *, durable: bool) -> FileFacts:
+    out: Any = HashingFile(path)
+    try:
+        torch.save(state, out)
+        found: FileFacts = out.finish(durable=durable)
+    finally:
+        out.close()
+    return found

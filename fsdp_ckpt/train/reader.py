@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fsdp_ckpt.catalog import Checkpoint, Encoding, ObjectEntry, TensorEntry
@@ -19,7 +22,23 @@ from fsdp_ckpt.train.live import Piece, dtype_of
 from fsdp_ckpt.train.memory import STAGE_BYTES, bits_of, is_plain_memory, tensor_of_bits
 from fsdp_ckpt.train.objects import decode, plain_value
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "threads_per_rank"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MAX_THREADS = 4
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """Return how many threads a rank should read with: its share of the machine's cores, at most 4.
+
+    Args:
+        num_ranks: All of them, where the launcher does not say how many are on this machine (LOCAL_WORLD_SIZE).
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = int(here) if here.isdecimal() and int(here) else num_ranks
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // sharing))
 
 
 class Reader:
@@ -27,6 +46,7 @@ class Reader:
 
     Args:
         checkpoint: Its catalog.
+        num_threads: Threads that read tensors.
 
     Attributes:
         read_bytes: Bytes brought into live tensors so far.
@@ -34,8 +54,9 @@ class Reader:
         unverified_bytes: Bytes of records that have none.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._sources = Sources(checkpoint.root)
+    def __init__(self, checkpoint: Checkpoint, *, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
+        self._sources = Sources(checkpoint.roots)
         self._located: dict[int, list[Located]] = {}
         self.read_bytes = 0
         self.verified_bytes = 0
@@ -49,36 +70,44 @@ class Reader:
     ) -> None:
         self._sources.__exit__(kind, error, traceback)
 
-    def check(self, entry: TensorEntry, boxes: Sequence[Box], *, verify: bool) -> None:
-        """Find all records that boxes of a tensor need, and compare their checksums.
+    def check(self, wanted: Iterable[tuple[TensorEntry, Sequence[Box]]], *, verify: bool) -> None:
+        """Find all records that boxes of tensors need, and compare their checksums.
 
         Raises:
             MalformedFile: A record is broken, or not what the metadata say.
             ChecksumMismatch: Its bytes are not those that were written.
         """
-        located = self._locate(entry, boxes)
-        if verify:
-            verified, unverified = verify_boxes(entry.key, entry.dtype, located, boxes)
+
+        def one(task: tuple[TensorEntry, Sequence[Box]]) -> tuple[int, int]:
+            entry, boxes = task
+            located = self._locate(entry, boxes)
+            return verify_boxes(entry.key, entry.dtype, located, boxes) if verify else (0, 0)
+
+        for verified, unverified in self._in_order(one, list(wanted)):
             self.verified_bytes += verified
             self.unverified_bytes += unverified
 
-    def fill(self, entry: TensorEntry, pieces: Iterable[Piece]) -> None:
-        """Read boxes of a tensor into memory, converting to the memory's dtype.
+    def fill(self, wanted: Iterable[tuple[TensorEntry, Iterable[Piece]]]) -> None:
+        """Read boxes of tensors into memory, converting to the memory's dtype.
 
-        What lies beyond the saved tensor (a piece of one that has grown) is left as it is.
+        What lies beyond a saved tensor (a piece of one that has grown) is left as it is.
 
         Raises:
             MalformedFile: A file or record is too short.
         """
-        wanted = [
-            (piece, inner)
-            for piece in pieces
-            if math.prod(piece.lengths) and (inner := intersect(piece.box, _whole(entry))) is not None
-        ]
-        located = self._locate(entry, [inner for _, inner in wanted])
-        gatherer = Gatherer(entry.key, entry.dtype, entry.shape, located, verify="off")
-        for piece, inner in wanted:
-            self._fill_box(entry, gatherer, _part(piece, inner), inner)
+
+        def one(task: tuple[TensorEntry, Iterable[Piece]]) -> int:
+            entry, pieces = task
+            inner = [(piece, intersect(piece.box, _whole(entry))) for piece in pieces if math.prod(piece.lengths)]
+            boxes = [(piece, box) for piece, box in inner if box is not None]
+            gatherer = Gatherer(
+                entry.key, entry.dtype, entry.shape, self._locate(entry, [box for _, box in boxes]), verify="off"
+            )
+            for piece, box in boxes:
+                _fill_box(entry, gatherer, _part(piece, box), box)
+            return sum(math.prod(box[1]) for _, box in boxes) * entry.dtype.itemsize
+
+        self.read_bytes += sum(self._in_order(one, list(wanted)))
 
     def read(self, entry: TensorEntry) -> Tensor:
         """Return a whole small tensor, checked, in its own dtype."""
@@ -123,17 +152,24 @@ class Reader:
             raise Incompatible(f"{where}: a compressed object", hint="save the checkpoint without compression")
         return decode(self._sources.store.reader(entry.file)(entry.start, entry.stop - entry.start), where)
 
-    def _fill_box(self, entry: TensorEntry, gatherer: Gatherer, target: Tensor, box: Box) -> None:
-        self.read_bytes += math.prod(box[1]) * entry.dtype.itemsize
-        if is_plain_memory(target) and dtype_of(target.dtype, entry.key) == entry.dtype:
-            gatherer.read(box, bits_of(target, entry.dtype))
-            return
-        stage = np.empty(min(STAGE_BYTES, math.prod(box[1]) * entry.dtype.itemsize), dtype=np.uint8)
-        bits = storage_dtype(entry.dtype)
-        for offsets, lengths in bands(box[1], entry.dtype.itemsize, STAGE_BYTES):
-            part = stage[: math.prod(lengths) * entry.dtype.itemsize].view(bits).reshape(lengths)
-            gatherer.read((tuple(a + b for a, b in zip(offsets, box[0], strict=True)), lengths), part)
-            target[slices((offsets, lengths))].copy_(tensor_of_bits(part, entry.dtype))
+    def _in_order(self, work: Callable[[tuple[TensorEntry, T]], R], tasks: list[tuple[TensorEntry, T]]) -> list[R]:
+        """Do work for each tensor in the order in which they lie on disk, with several threads; return the results.
+
+        Each thread takes the next one; the first error is raised when all have stopped.
+        """
+        tasks.sort(key=lambda task: min(((chunk.file, chunk.start) for chunk in task[0].chunks), default=("", 0)))
+        if self._num_threads == 1 or len(tasks) == 1:
+            return [work(task) for task in tasks]
+        with (
+            torch.no_grad(),
+            ThreadPoolExecutor(self._num_threads, "fsdp-ckpt-read", torch.set_grad_enabled, (False,)) as pool,
+        ):
+            running = [pool.submit(work, task) for task in tasks]
+            try:
+                return [one.result() for one in running]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def _locate(self, entry: TensorEntry, boxes: Sequence[Box]) -> list[Located]:
         """Return the records that boxes need; a second call for the same entry is answered from memory."""
@@ -155,3 +191,15 @@ def _whole(entry: TensorEntry) -> Box:
 def _part(piece: Piece, inner: Box) -> Tensor:
     """Return the view of a piece that holds a box within it."""
     return piece.tensor[slices(inner, piece.offsets)]
+
+
+def _fill_box(entry: TensorEntry, gatherer: Gatherer, target: Tensor, box: Box) -> None:
+    if is_plain_memory(target) and dtype_of(target.dtype, entry.key) == entry.dtype:
+        gatherer.read(box, bits_of(target, entry.dtype))
+        return
+    stage = np.empty(min(STAGE_BYTES, math.prod(box[1]) * entry.dtype.itemsize), dtype=np.uint8)
+    bits = storage_dtype(entry.dtype)
+    for offsets, lengths in bands(box[1], entry.dtype.itemsize, STAGE_BYTES):
+        part = stage[: math.prod(lengths) * entry.dtype.itemsize].view(bits).reshape(lengths)
+        gatherer.read((tuple(a + b for a, b in zip(offsets, box[0], strict=True)), lengths), part)
+        target[slices((offsets, lengths))].copy_(tensor_of_bits(part, entry.dtype))

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
 from fsdp_ckpt.errors import UsageError
-from fsdp_ckpt.layouts.manifest import MANIFEST, write_manifest
-from fsdp_ckpt.store.publish import Staging, resolve_destination
-from fsdp_ckpt.store.syscalls import fsync_folder
-from fsdp_ckpt.train.destination import check_replaceable, local_path
-from fsdp_ckpt.train.files import FileFacts, write_file
+from fsdp_ckpt.train.background import PendingSave, background_ranks, finish_pending, host_memory, start_save
+from fsdp_ckpt.train.commit import commit
+from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks, SaveEvent, check_hooks
-from fsdp_ckpt.train.modules import collect_model, refuse_meta, settle
-from fsdp_ckpt.train.parts import unite_groups, write_part
+from fsdp_ckpt.train.modules import LiveModel, collect_model, refuse_meta, settle
+from fsdp_ckpt.train.parts import encode_values, unite_groups
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.report import SaveReport
 from fsdp_ckpt.train.save_plan import SaveJob
+from fsdp_ckpt.train.snapshot import snapshot
 from fsdp_ckpt.train.subjects import Subjects
 
 __all__ = ["SaveReport", "StateDictType", "save_state", "whole_step"]
@@ -36,27 +33,70 @@ _TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")
 _log = logging.getLogger("fsdp_ckpt")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """What ``save_state`` did.
+@overload
+def save_state(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    dataloader: Any = None,
+    scaler: Any = None,
+    objects: Any = None,
+    values: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    rng: bool = True,
+    state_dict_type: StateDictType = "SHARDED_STATE_DICT",
+    async_save: Literal[False] = False,
+    overwrite: bool = True,
+    durable: bool = True,
+    hooks: Sequence[Hooks] = (),
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveReport: ...
 
-    Attributes:
-        path: The checkpoint.
-        step: The step that was given.
-        files: Size in bytes of every file, by path.
-        num_bytes: Their sum.
-        world_size: Ranks that took part.
-        elapsed_s: Wall time in seconds, until everything was durable.
-        skipped: Parts that a hook left out.
-    """
 
-    path: str
-    step: int | None
-    files: Mapping[str, int]
-    num_bytes: int
-    world_size: int
-    elapsed_s: float
-    skipped: Sequence[str] = ()
+@overload
+def save_state(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    dataloader: Any = None,
+    scaler: Any = None,
+    objects: Any = None,
+    values: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    rng: bool = True,
+    state_dict_type: StateDictType = "SHARDED_STATE_DICT",
+    async_save: Literal[True],
+    overwrite: bool = True,
+    durable: bool = True,
+    hooks: Sequence[Hooks] = (),
+    process_group: dist.ProcessGroup | None = None,
+) -> PendingSave: ...
+
+
+@overload
+def save_state(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    dataloader: Any = None,
+    scaler: Any = None,
+    objects: Any = None,
+    values: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    rng: bool = True,
+    state_dict_type: StateDictType = "SHARDED_STATE_DICT",
+    async_save: bool,
+    overwrite: bool = True,
+    durable: bool = True,
+    hooks: Sequence[Hooks] = (),
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveReport | PendingSave: ...
 
 
 def save_state(
@@ -72,11 +112,12 @@ def save_state(
     step: int | None = None,
     rng: bool = True,
     state_dict_type: StateDictType = "SHARDED_STATE_DICT",
+    async_save: bool = False,
     overwrite: bool = True,
     durable: bool = True,
     hooks: Sequence[Hooks] = (),
     process_group: dist.ProcessGroup | None = None,
-) -> SaveReport:
+) -> SaveReport | PendingSave:
     """Save models, optimizers and everything else that a resume needs. A collective: every rank has to call it.
 
     The folder is laid out like Accelerate's, and Accelerate loads it; beside that it holds ``fsdp_ckpt.json``, which
@@ -87,7 +128,7 @@ def save_state(
     no tensor travels between ranks. Saving before the first optimizer step is fine.
 
     Args:
-        path: Folder of the checkpoint, on a file system that all ranks see.
+        path: Folder of the checkpoint. Where nodes have disks of their own, each gets the files of its ranks.
         model: A module (FSDP1, FSDP2, DDP, tensor-parallel or plain), or a list or dictionary of them.
         optimizer: One, a list or a dictionary. Which model an optimizer belongs to follows from its parameters.
         scheduler: Learning rate schedulers, likewise.
@@ -99,13 +140,16 @@ def save_state(
         rng: Save the random states of Python, NumPy, torch and its devices, each rank's own.
         state_dict_type: ``SHARDED_STATE_DICT`` (a file per rank), ``FULL_STATE_DICT`` (one file, written tensor by
             tensor) or ``LOCAL_STATE_DICT`` (FSDP1's flat parameters; loads only into a model that is wrapped alike).
+        async_save: Return as soon as the state is copied to host memory, and write in the background. The optimizer
+            may step at once. One save is under way at a time: the next call waits for it, and raises its error. The
+            process waits for it at its end, and on SIGTERM where no handler of yours is set.
         overwrite: Replace a checkpoint at ``path``, in one step. Any other folder with content is never replaced.
         durable: Return only when the disk has everything.
         hooks: Called before and after.
         process_group: The ranks that save together; None for all.
 
     Returns:
-        What was written, on every rank.
+        What was written, on every rank; with ``async_save`` a ``PendingSave``, whose ``wait`` returns that.
 
     Raises:
         DestinationExists: Something else is at ``path``, or somebody else is writing to it.
@@ -113,11 +157,13 @@ def save_state(
         Incompatible: State that could not be loaded again.
         UsageError: Arguments that contradict each other.
         RankFailed: A rank failed or died.
+        FsdpCkptError: The asynchronous save before this one failed.
 
     Example:
         >>> save_state("run/step-100", model, optimizer, scheduler, step=100)  # doctest: +SKIP
     """
     begun = time.monotonic()
+    finish_pending()
     ranks = Ranks(process_group)
     ranks.refuse_strangers()
     target = os.fspath(path).removeprefix("file://")
@@ -134,12 +180,71 @@ def save_state(
         live = {name: collect_model(item, ranks) for name, item in subjects.models.items()}
         for one in live.values():
             refuse_meta(one, "load or initialize it before saving")
-    ranks.demand_same((target, step, state_dict_type), "path, step or state_dict_type", doing)
+    is_told = async_save and any(type(hook).after_save is not Hooks.after_save for hook in hooks)
+    call = (target, step, state_dict_type, async_save, is_told)
+    ranks.demand_same(call, "path, step, state_dict_type, async_save or what hooks do after a save", doing)
     ranks.demand_same(subjects.names(), "what is to be saved", doing)
     for one in live.values():
         settle(one, ranks, doing)
+    job, skipped = _plan(
+        subjects, live, ranks, hooks, target=target, style=state_dict_type, step=step, values=values or {}, rng=rng
+    )
+    if async_save:
+        with ranks.together(doing):
+            job.parts = snapshot(job.parts, host_memory)
+    writers = background_ranks(ranks) if async_save else ranks
+    stopped_s = time.monotonic() - begun if async_save else None
+
+    def write() -> SaveReport:
+        sizes, leaders = commit(job, Path(target), writers, overwrite=overwrite, durable=durable)
+        elapsed_s = time.monotonic() - begun
+        report = SaveReport(
+            path=target,
+            step=step,
+            files=sizes,
+            num_bytes=sum(sizes.values()),
+            world_size=ranks.size,
+            elapsed_s=elapsed_s,
+            stopped_s=elapsed_s if stopped_s is None else stopped_s,
+            skipped=skipped,
+        )
+        if ranks.is_first:
+            _log.info("saved %s: %d bytes in %.1f s", target, report.num_bytes, elapsed_s)
+        if ranks.rank in leaders:
+            for hook in hooks:
+                _call_quietly(hook, report)
+        return report
+
+    def call_hooks(report: SaveReport) -> None:
+        with ranks.together(f"{doing} (the checkpoint is in its place)"):
+            for hook in hooks:
+                hook.after_save(report)
+
+    if stopped_s is None:
+        report = write()
+        call_hooks(report)
+        return report
+    pending = PendingSave(target, step, stopped_s, write, call_hooks if is_told else None)
+    start_save(pending)
+    return pending
+
+
+def _plan(
+    subjects: Subjects,
+    live: Mapping[str, LiveModel],
+    ranks: Ranks,
+    hooks: Sequence[Hooks],
+    *,
+    target: str,
+    style: StateDictType,
+    step: int | None,
+    values: Mapping[str, Any],
+    rng: bool,
+) -> tuple[SaveJob, Sequence[str]]:
+    """Collect what will be written, let hooks have their say, and return what they skipped as well. A collective."""
+    doing = f"saving {target}"
     with ranks.together(doing):
-        job = SaveJob.plan(subjects, live, ranks, state_dict_type, step=step, values=values or {}, rng=rng)
+        job = SaveJob.plan(subjects, live, ranks, style, step=step, values=values, rng=rng)
         event = SaveEvent(path=target, step=step, rank=ranks.rank, parts=job.names())
         for hook in hooks:
             hook.before_save(event)
@@ -147,26 +252,16 @@ def save_state(
     ranks.demand_same([(part.name, part.style) for part in job.parts], "the list of models and optimizers", doing)
     if any(one.differs for one in live.values()):
         job.parts = [unite_groups(part, ranks, doing) if part.groups else part for part in job.parts]
-    sizes = _publish(job, Path(target), ranks, overwrite=overwrite, durable=durable)
-    report = SaveReport(
-        path=target,
-        step=step,
-        files=sizes,
-        num_bytes=sum(sizes.values()),
-        world_size=ranks.size,
-        elapsed_s=time.monotonic() - begun,
-        skipped=sorted(event.skipped),
-    )
-    with ranks.together(f"{doing} (the checkpoint is in its place)"):
-        for hook in hooks:
-            hook.after_save(report)
-    if ranks.is_first:
-        _log.info("saved %s: %d bytes in %.1f s", target, report.num_bytes, report.elapsed_s)
-    return report
+    with ranks.together(doing):
+        job.parts = [encode_values(part) for part in job.parts]
+    return job, sorted(event.skipped)
 
 
-_Files = dict[str, FileFacts]
-"""By path."""
+def _call_quietly(hook: Hooks, report: SaveReport) -> None:
+    try:
+        hook.after_commit(report)
+    except Exception as error:  # noqa: BLE001 - whatever a caller's code raises; the checkpoint is there
+        _log.exception("%s.after_commit failed after %s was saved: %s", type(hook).__name__, report.path, error)
 
 
 def whole_step(step: Any) -> int | None:
@@ -181,63 +276,3 @@ def whole_step(step: Any) -> int | None:
         return operator.index(step)
     except TypeError:
         raise UsageError(f"step must be a whole number, not {step!r:.40} ({type(step).__name__})") from None
-
-
-def _publish(job: SaveJob, target: Path, ranks: Ranks, *, overwrite: bool, durable: bool) -> dict[str, int]:
-    """Write everything beside the destination and put it there in one step; return the sizes of all files."""
-    doing = f"saving {target}"
-    staging: list[Staging] = []
-
-    def begin() -> str:
-        destination = resolve_destination(target)
-        check_replaceable(destination, overwrite=overwrite)
-        # One name for all saves to a place: the lock in it keeps two writers apart.
-        identity = hashlib.sha256(os.fsencode(destination)).hexdigest()[:16]
-        staging.append(Staging(destination, identity, overwrite=overwrite))
-        for part in job.parts:
-            if part.is_folder:
-                (staging[0].path / part.name).mkdir()
-        return str(staging[0].path)
-
-    try:
-        place = Path(ranks.from_first(begin, doing))
-        files = _write(job, place, ranks, durable=durable, doing=doing)
-        return ranks.from_first(lambda: _commit(job, staging[0], files, durable=durable), doing)
-    except BaseException:
-        for one in staging:
-            one.discard()
-        raise
-
-
-def _write(job: SaveJob, place: Path, ranks: Ranks, *, durable: bool, doing: str) -> _Files:
-    """Write everything but the manifest; on the first rank the result lists the files of all."""
-    with ranks.together(doing):
-        if not place.is_dir():
-            raise UsageError(
-                f"rank {ranks.rank} on {platform.node()} does not see {place}, which the first rank made",
-                hint="save to a file system that all ranks share",
-            )
-    files: _Files = {}
-    for part in job.parts:
-        files |= write_part(part, place, ranks, durable=durable, doing=doing)
-    mine: _Files = {}
-    with ranks.together(doing):
-        for name, data in job.own.items():
-            mine[name] = write_file(place / name, data, durable=durable)
-    for theirs in ranks.gather_first(mine, doing) or ():
-        files |= theirs
-    return files
-
-
-def _commit(job: SaveJob, staging: Staging, files: _Files, *, durable: bool) -> dict[str, int]:
-    """Add the first rank's files and the manifest, and put the folder in its place."""
-    for name, data in job.shared.items():
-        files[name] = write_file(staging.path / name, data, durable=durable)
-    manifest = replace(job.manifest, save_id=job.save_id, files=files)
-    data = write_manifest(manifest)
-    if durable:
-        for folder in sorted({path.rpartition("/")[0] for path in files} - {""}):
-            fsync_folder(staging.path / folder)
-    staging.add_file(MANIFEST, data, durable=durable)
-    staging.publish(durable=durable)
-    return {path: size for path, (size, _) in sorted(files.items())} | {MANIFEST: len(data)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime as dt
 import os
 import platform
@@ -111,6 +112,7 @@ class SaveJob:
         try:
             _check_keys(values)
             write_manifest(manifest)
+            manifest = replace(manifest, values=copy.deepcopy(manifest.values))  # the caller's may change
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"values: {error}", hint="give numbers, texts, lists and dictionaries; anything else goes to objects="

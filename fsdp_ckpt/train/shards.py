@@ -6,7 +6,8 @@ Tied tensors are stored once: all of their names point at the same bytes. The re
 
 from __future__ import annotations
 
-import os
+import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +15,17 @@ from pathlib import Path
 from fsdp_ckpt.catalog import DTYPES, Shape
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
 from fsdp_ckpt.codec.dcp_metadata_writer import write_metadata
-from fsdp_ckpt.codec.distcp_item import lay_out_item, seal_item
+from fsdp_ckpt.codec.distcp_item import lay_out_item
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.plan.boxes import check_coverage
-from fsdp_ckpt.run.checksum import checksum_range, combine_crc, crc32
-from fsdp_ckpt.store.syscalls import start_writeback, write_all
-from fsdp_ckpt.train.files import open_new
-from fsdp_ckpt.train.live import LiveTensor, dtype_of
-from fsdp_ckpt.train.memory import byte_blocks
+from fsdp_ckpt.train.live import LiveTensor, dtype_of, stored_pieces
+from fsdp_ckpt.train.record_file import OBJECT_ALIGNMENT, RecordFile
 
-__all__ = ["ShardWriter", "Share", "assemble"]
+__all__ = ["MetadataCache", "ShardWriter", "Share", "ShareSummary", "assemble"]
 
-_WRITEBACK_BYTES = 32 << 20
-_OBJECT_ALIGNMENT = 64
+_CACHED = 8
+"""Files that are kept: those of a model and an optimizer, and of a few more."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +51,51 @@ class Share:
     paths: dict[str, KeyPath] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
+    def digest(self) -> str:
+        """Return a digest of everything that ``.metadata`` is made of: equal ones make equal files."""
+        tensors = self.tensors.items()
+        places = [(key, dtype, shape, [item[:-1] for item in items]) for key, (dtype, shape, items) in tensors]
+        content = (self.file, places, list(self.objects.items()), list(self.paths.items()), list(self.aliases.items()))
+        return hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def summary(self) -> ShareSummary:
+        """Return what the first rank has to know when nothing but values has changed since the last save."""
+        return ShareSummary(file=self.file, size=self.size, crc32=self.crc32, digest=self.digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSummary:
+    """A rank's file, and a digest of where in it everything lies."""
+
+    file: str | None
+    size: int
+    crc32: int
+    digest: str
+
+
+class MetadataCache:
+    """The ``.metadata`` of the last saves, by the digests of all ranks' shares.
+
+    A job saves the same tensors to the same places again and again. Gathering millions of boxes and writing them down
+    takes the first rank minutes; after the first save it is looked up.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, ...], bytes] = OrderedDict()
+
+    def get(self, summaries: Sequence[ShareSummary]) -> bytes | None:
+        """Return what was put for such shares; None when they are new."""
+        key = tuple(one.digest for one in summaries)
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
+
+    def put(self, summaries: Sequence[ShareSummary], metadata: bytes) -> None:
+        """Keep a file, and forget the one that was not used for the longest time."""
+        self._known[tuple(one.digest for one in summaries)] = metadata
+        if len(self._known) > _CACHED:
+            self._known.popitem(last=False)
+
 
 class ShardWriter:
     """Writes this rank's file.
@@ -64,13 +107,16 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, rank: int, *, durable: bool) -> None:
-        self._path = folder / f"__{rank}_0.distcp"
-        self._durable = durable
-        self._fd = -1
-        self._position = 0
-        self._flushed = 0
-        self._crc: int | None = 0
+        self._file = RecordFile(folder / f"__{rank}_0.distcp", durable=durable)
         self.share = Share()
+
+    def expect(self, tensors: Iterable[LiveTensor], objects: Iterable[bytes]) -> None:
+        """Say what is going to be added, so that the disk space is reserved when the first of it is."""
+        size = 0
+        for tensor in tensors:
+            for piece in stored_pieces(tensor):
+                size = lay_out_item(dtype_of(tensor.dtype, tensor.name), piece.lengths, size).stop
+        self._file.expected_bytes = size + sum(len(data) + OBJECT_ALIGNMENT for data in objects)
 
     def add_tensor(self, path: KeyPath, tensor: LiveTensor) -> None:
         """Store this rank's pieces of a tensor, when it is its turn to do so.
@@ -87,38 +133,20 @@ class ShardWriter:
         for alias in tensor.aliases:
             self.share.aliases[_key((*path[:-1], alias))] = key
             self.share.paths[_key((*path[:-1], alias))] = (*path[:-1], alias)
-        if not tensor.writes:
-            return
         dtype = dtype_of(tensor.dtype, tensor.name)
         items = []
-        for piece in tensor.pieces:
-            if 0 in piece.lengths and 0 not in tensor.shape:
-                continue
-            layout = lay_out_item(dtype, piece.lengths, self._position)
-            crc, position = 0, layout.data_start
-            for block in byte_blocks(piece.tensor, dtype):
-                crc = crc32(block, crc)
-                write_all(self._file(), block, position)
-                position += len(block)
-            head, tail = seal_item(layout, crc)
-            write_all(self._file(), head, layout.start)
-            write_all(self._file(), tail, layout.data_stop)
-            self._account(bytes(layout.start - self._position) + head)
-            self._account_crc(crc, layout.data_stop - layout.data_start)
-            self._account(tail)
-            items.append((piece.offsets, piece.lengths, layout.start, layout.stop - layout.start, crc))
+        for piece in stored_pieces(tensor):
+            written = self._file.add_tensor(piece.tensor, dtype)
+            items.append((piece.offsets, piece.lengths, written.start, written.num_bytes, written.crc))
         if items:
             self.share.tensors[key] = (dtype.name, tensor.shape, items)
 
     def add_object(self, path: KeyPath, data: bytes) -> None:
         """Store a value that is no tensor, encoded by ``objects.encode``."""
         key = _key(path)
-        gap = -self._position % _OBJECT_ALIGNMENT
-        start = self._position + gap
-        write_all(self._file(), data, start)
-        self._account(bytes(gap) + data)
+        written = self._file.add_bytes(data)
         self.share.paths[key] = path
-        self.share.objects[key] = (start, len(data))
+        self.share.objects[key] = (written.start, written.num_bytes)
 
     def close(self) -> Share:
         """Finish the file.
@@ -126,46 +154,26 @@ class ShardWriter:
         Returns:
             What was written, for ``assemble``.
         """
-        if self._fd < 0:
-            return self.share
-        if self._durable:
-            os.fsync(self._fd)
-        if self._crc is None:  # no library that combines checksums
-            self._crc = checksum_range(self._fd, 0, self._position)
-        self.abort()
-        self.share.file, self.share.size, self.share.crc32 = self._path.name, self._position, self._crc
+        if self._file.is_open:
+            self.share.file = self._file.path.name
+            self.share.size, self.share.crc32 = self._file.close()
         return self.share
 
     def abort(self) -> None:
         """Close the file as it is."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _file(self) -> int:
-        if self._fd < 0:
-            self._fd = open_new(self._path)
-        return self._fd
-
-    def _account(self, data: bytes) -> None:
-        self._account_crc(crc32(data, 0), len(data))
-
-    def _account_crc(self, crc: int, num_bytes: int) -> None:
-        """Take bytes that follow the ones so far into the file's checksum, and start writing them to disk."""
-        if self._crc is not None and num_bytes:
-            self._crc = combine_crc(self._crc, crc, num_bytes)
-        self._position += num_bytes
-        if self._durable and self._position - self._flushed >= _WRITEBACK_BYTES:
-            start_writeback(self._fd, self._flushed, self._position - self._flushed)
-            self._flushed = self._position
+        self._file.abort()
 
 
 def _key(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def assemble(shares: Sequence[Share]) -> bytes:
+def assemble(shares: Sequence[Share]) -> tuple[bytes, bool]:
     """Return the ``.metadata`` of a part from what all ranks wrote.
+
+    Returns:
+        The file, and whether it follows from the places alone: where ranks stored copies, values were compared, and
+        must be again.
 
     Raises:
         CorruptCheckpoint: The ranks' boxes do not tile a tensor; nothing may be committed then.
@@ -177,6 +185,7 @@ def assemble(shares: Sequence[Share]) -> bytes:
     boxes: dict[tuple[str, Shape], tuple[Shape, int]] = {}
     paths: dict[str, KeyPath] = {}
     aliases: dict[str, str] = {}
+    has_copies = False
     for rank, share in enumerate(shares):
         paths |= share.paths
         aliases |= share.aliases
@@ -192,6 +201,7 @@ def assemble(shares: Sequence[Share]) -> bytes:
                 )
             for offsets, lengths, start, num_bytes, crc in items:
                 if (key, offsets) in storage:
+                    has_copies = True
                     if boxes[key, offsets] == (lengths, crc):  # copies on meshes apart: FSDP2 within tensor parallelism
                         continue
                     raise Incompatible(
@@ -207,7 +217,7 @@ def assemble(shares: Sequence[Share]) -> bytes:
         for offsets, _ in tensors[key].chunks:
             storage[alias, offsets] = storage[key, offsets]
     metadata = DcpMetadata(tensors=tensors, objects=objects, paths=paths, storage=storage, writer="fsdp-ckpt")
-    return write_metadata(metadata)
+    return write_metadata(metadata), not has_copies
 
 
 def _check_all_there(

@@ -165,11 +165,12 @@ def plan_random_state(plan: SmallPlan, source: Source, ranks: Ranks, reader: Rea
         MalformedFile: It holds no random states.
     """
     states = {number: part for part in source.parts(Role.RNG) if (number := _rank_of(part)) is not None}
-    if not states:
+    known = source.ranks_with("random_states") or set(states)
+    if not known:
         plan.rng = "none were saved; all streams are left as they are"
         return
-    count = len(states)
-    without = [str(rank) for rank in range(ranks.size) if rank not in states]
+    count = len(known)
+    without = [str(rank) for rank in range(ranks.size) if rank not in known]
     if count != ranks.size or without:
         what = (
             f"those without any ({', '.join(without)}) keep the streams that they have"
@@ -209,7 +210,7 @@ def plan_dataloaders(
     """
     own = {int(part.name.rpartition("_")[2]): part for part in source.parts(Role.DATALOADER) if _is_own(part)}
     if own:
-        saved_for = len(own)
+        saved_for = len(source.ranks_with("dl_states") or own)
     else:
         spread = {part.name: by_rank(part) for part in source.parts(Role.DATALOADER)}
         saved_for = max((len(found) for found in spread.values()), default=0)

@@ -99,7 +99,7 @@ def p28_crash(place: Path, dying: Sequence[int]) -> Any:
     def die(writer: ShardWriter) -> Any:
         share = close(writer)
         if share.file is not None and dist.get_rank() in dying:
-            assert share.size == writer._path.stat().st_size > 0
+            assert share.size == writer._file.path.stat().st_size > 0
             (place / str(dist.get_rank())).touch()
             while len(os.listdir(place)) < len(dying):  # nobody may notice that another one is gone
                 time.sleep(0.01)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-import fsdp_ckpt.train.save as save_module
+import fsdp_ckpt.train.commit as commit_module
 from fsdp_ckpt import Checkpointer, Hooks, get_state_dict, load_state, save_model, save_state
 from tests.dist.attempt import attempt, nothing_left
 from tests.dist.stage import main, scenario
@@ -175,14 +175,14 @@ def two_processes_at_one_path(place: Path) -> Any:
         save_state(place / "run", model, step=rank, process_group=groups[rank], durable=False)
 
     if rank == 0:
-        real = save_module._write
+        real = commit_module._write
 
         def slow(*arguments: Any, **options: Any) -> Any:
             begun.touch()
             wait(ended)
             return real(*arguments, **options)
 
-        with mock.patch.object(save_module, "_write", slow):
+        with mock.patch.object(commit_module, "_write", slow):
             result = attempt(save)
     else:
         wait(begun)

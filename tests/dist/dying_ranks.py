@@ -67,10 +67,10 @@ def _interrupt(*_: Any, **__: Any) -> None:
 
 DEATHS: dict[str, tuple[Callable[[Path, Job], None], str, Callable[..., None]]] = {
     "dies_while_collecting": (_save_again, "fsdp_ckpt.train.save_plan.encode", _die),
-    "dies_while_writing": (_save_again, "fsdp_ckpt.train.shards.write_all", _die),
+    "dies_while_writing": (_save_again, "fsdp_ckpt.train.record_file.write_all", _die),
     "dies_while_loading": (_load_again, "fsdp_ckpt.train.load.plan_model", _die),
     "dies_while_exporting": (_export, "fsdp_ckpt.train.export.gather_tensors", _die),
-    "is_interrupted_while_writing": (_save_again, "fsdp_ckpt.train.shards.write_all", _interrupt),
+    "is_interrupted_while_writing": (_save_again, "fsdp_ckpt.train.record_file.write_all", _interrupt),
 }
 
 

@@ -82,12 +82,13 @@ def collecting_a_model_fails(place: Path) -> Any:
 @scenario(ranks=2)
 def a_full_disk(place: Path) -> Any:
     full = OSError(errno.ENOSPC, "No space left on device")
-    return failed_save(place, 1, failing("fsdp_ckpt.train.shards.write_all", full, after=3))
+    return failed_save(place, 1, failing("fsdp_ckpt.train.record_file.write_all", full, after=3))
 
 
 @scenario(ranks=2)
 def a_broken_disk_of_the_first_rank(place: Path) -> Any:
-    return failed_save(place, 0, failing("fsdp_ckpt.train.shards.write_all", OSError(errno.EIO, "Input/output error")))
+    broken = OSError(errno.EIO, "Input/output error")
+    return failed_save(place, 0, failing("fsdp_ckpt.train.record_file.write_all", broken))
 
 
 @scenario(ranks=2)
@@ -109,7 +110,7 @@ def metadata_fail(place: Path) -> Any:
 
 @scenario(ranks=2)
 def the_manifest_fails(place: Path) -> Any:
-    breaking = failing("fsdp_ckpt.train.save.write_manifest", OSError(errno.EIO, "Input/output error"))
+    breaking = failing("fsdp_ckpt.train.commit.write_manifest", OSError(errno.EIO, "Input/output error"))
     return failed_save(place, 0, breaking)
 
 

@@ -8,14 +8,19 @@ full state dicts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fsdp_ckpt.train.save as save_module
 import tests.dist.matrix_pair_ranks  # noqa: F401 - registers its scenarios
 from fsdp_ckpt import load_state, save_state
+from fsdp_ckpt.train.commit import commit
 from tests.dist.matrix_job import HALF, Job, gathered
 from tests.dist.matrix_variants import MOVES, TARGETS, VARIANTS, Variant
 from tests.dist.stage import main, scenario
@@ -28,9 +33,10 @@ def _trained(variant: Variant, place: Path) -> Any:
     job = Job.build(variant, 1)
     begun = job.train(HALF)
     job.evaluate()
-    save_state(
-        place / "step-2", **job.state(), step=2, values={"seen": [1, 2]}, state_dict_type=variant.style, durable=False
-    )
+    options: dict[str, Any] = {
+        "step": 2, "values": {"seen": [1, 2]}, "state_dict_type": variant.style, "durable": False
+    }  # fmt: skip
+    save_state(place / "step-2", **job.state(), **options)
     found = {
         "control": losses,
         "end": end,
@@ -38,7 +44,12 @@ def _trained(variant: Variant, place: Path) -> Any:
         "begun": begun,
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in _groups(job)],
     }
-    found["went_on"] = job.train(HALF)
+    with held_back() as go:
+        pending = save_state(place / "behind", **job.state(), **options, async_save=True)
+        found["went_on"] = job.train(HALF)
+        go.set()
+        pending.wait()
+    found["behind"] = differences(place / "step-2", place / "behind")
     found["went_on_end"] = job.fingerprint()
     if _name_of(variant) in {old for old, _ in MOVES}:
         mover = Job.build(variant, 3)
@@ -46,6 +57,29 @@ def _trained(variant: Variant, place: Path) -> Any:
         mover.common_step()
         found["stepped"] = gathered(mover)
     return found
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Let nothing be written until the event is set."""
+    go = threading.Event()
+
+    def later(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(60)
+        return commit(*arguments, **options)
+
+    with mock.patch.object(save_module, "commit", later):
+        yield go
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Names of files that are not equal byte by byte; the manifest says when it was written."""
+    names = {
+        str(path.relative_to(folder)) for folder in (first, second) for path in folder.rglob("*") if path.is_file()
+    }
+    pairs = [(name, first / name, second / name) for name in sorted(names - {"fsdp_ckpt.json"})]
+    assert len(pairs) > 3
+    return [name for name, a, b in pairs if not (a.exists() and b.exists() and a.read_bytes() == b.read_bytes())]
 
 
 def _groups(job: Job) -> Iterator[dict[str, Any]]:

@@ -150,7 +150,7 @@ def wrong_arguments(place: Path) -> Any:
     anything: Any = object()
     out = place / "bad"
     calls: dict[str, Callable[[], Any]] = {
-        "type": lambda: save_state(out, job.model, state_dict_type="SHARDED"),  # type: ignore[arg-type]
+        "type": lambda: save_state(out, job.model, state_dict_type="SHARDED"),  # type: ignore[call-overload]
         "lone optimizer": lambda: save_state(out, optimizer=job.optimizer),
         "early optimizer": lambda: save_state(out, wrapped, optimizer),
         "early optimizer of FSDP2": lambda: save_state(out, late, built_early),

@@ -52,6 +52,14 @@ def test_resuming_in_new_processes_equals_the_uninterrupted_run(played: Path, na
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+def test_an_asynchronous_save_holds_the_values_at_the_call(played: Path, name: str) -> None:
+    """Training went on at once; every file has the bytes of the synchronous save of that moment."""
+    for rank in outcomes(played, f"trained_{name}"):
+        assert rank["behind"] == []
+        assert rank["went_on"] != rank["begun"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_saving_changes_nothing_in_the_run_that_goes_on(played: Path, name: str) -> None:
     for rank in outcomes(played, f"trained_{name}"):
         assert rank["went_on"] == rank["control"][2 * HALF :]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
-from fsdp_ckpt.train.shards import Share, assemble
+from fsdp_ckpt.train.shards import MetadataCache, Share, assemble
 
 Item = tuple[tuple[int, ...], tuple[int, ...], int, int, int]
 
@@ -19,7 +19,7 @@ def _share(rank: int, *items: Item, dtype: str = "float32", shape: tuple[int, ..
 
 
 def _read(*shares: Share) -> Any:
-    return pickle.loads(assemble(shares))
+    return pickle.loads(assemble(shares)[0])
 
 
 TOP: Item = ((0, 0), (2, 2), 0, 100, 5)
@@ -88,3 +88,54 @@ def test_of_equal_objects_the_first_counts() -> None:
     found = _read(*shares)
     (info,) = [info for index, info in found.storage_data.items() if index.fqn == "model.extra"]
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 7, 8)
+
+
+def test_metadata_follow_from_places_unless_there_are_copies() -> None:
+    assert assemble([_share(0, TOP), _share(1, LOW)])[1] is True
+    assert assemble([_share(0, TOP), _share(1, TOP), _share(2, LOW)])[1] is False, "their values were compared"
+
+
+def _with_crc(item: Item, crc: int) -> Item:
+    return (*item[:4], crc)
+
+
+def test_a_share_with_other_values_at_the_same_places_has_the_same_digest_and_metadata() -> None:
+    first = [_share(0, TOP), _share(1, LOW)]
+    second = [_share(0, _with_crc(TOP, 77)), _share(1, _with_crc(LOW, 78))]
+    second[0].size, second[0].crc32 = 9, 1234
+    assert [one.digest() for one in first] == [one.digest() for one in second]
+    assert assemble(first) == assemble(second)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _share(0, ((0, 0), (2, 2), 64, 100, 5)),
+        _share(0, ((0, 0), (2, 2), 0, 101, 5)),
+        _share(0, ((0, 0), (1, 2), 0, 100, 5)),
+        _share(0, TOP, dtype="int32"),
+        _share(0, TOP, shape=(5, 2)),
+        _share(1, TOP),
+        _share(0, TOP, objects={"model.x": (7, 9)}),
+        _share(0, TOP, aliases={"model.tied": "model.w"}),
+    ],
+    ids=["start", "length", "box", "dtype", "shape", "file", "object", "alias"],
+)
+def test_a_share_that_would_make_other_metadata_has_another_digest(other: Share) -> None:
+    assert other.digest() != _share(0, TOP).digest()
+
+
+def test_the_cache_knows_all_ranks_together_and_forgets() -> None:
+    cache = MetadataCache()
+    first, second = _share(0, TOP).summary(), _share(1, LOW).summary()
+    cache.put([first, second], b"both")
+    assert cache.get([first, second]) == b"both"
+    assert cache.get([first]) is None
+    assert cache.get([second, first]) is None
+    for number in range(8):
+        cache.get([first, second])
+        cache.put([_share(number, ((0, 0), (2, 2), 64, 100, 5)).summary()], b"x")
+    assert cache.get([first, second]) == b"both", "what is used stays"
+    for number in range(8):
+        cache.put([_share(number, ((0, 0), (2, 2), 128, 100, 5)).summary()], b"y")
+    assert cache.get([first, second]) is None

@@ -140,7 +140,7 @@ def test_things_in_the_place_of_others(tmp_path: Path) -> None:
         (lambda: get_state_dict(state), "model= is a state dict"),  # type: ignore[arg-type]
         (lambda: save_model(state, tmp_path / "x"), "model= is a state dict"),  # type: ignore[arg-type]
         (lambda: save_state(tmp_path / "x", model, hooks=[Hooks]), "instances of Hooks, not Hooks"),  # type: ignore[list-item]
-        (lambda: save_state(tmp_path / "x", model, hooks=Hooks()), "takes a list"),  # type: ignore[arg-type]
+        (lambda: save_state(tmp_path / "x", model, hooks=Hooks()), "takes a list"),  # type: ignore[call-overload]
     ):
         with pytest.raises(UsageError, match=text):
             call()

@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from fsdp_ckpt.config.fsdp import FSDPConfig
     from fsdp_ckpt.config.launch import LaunchConfig
     from fsdp_ckpt.errors import FsdpCkptError
+    from fsdp_ckpt.layouts.runs import latest_complete
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
     from fsdp_ckpt.ops.view import CheckpointView, open_checkpoint
     from fsdp_ckpt.train.checkpointer import Checkpointer
+    from fsdp_ckpt.train.dcp_reader import FastFileSystemReader
+    from fsdp_ckpt.train.dcp_writer import FastFileSystemWriter
     from fsdp_ckpt.train.export import get_state_dict, save_model
     from fsdp_ckpt.train.hooks import Hooks
     from fsdp_ckpt.train.load import LoadReport, load_state
+    from fsdp_ckpt.train.preemption import Preemption
     from fsdp_ckpt.train.save import SaveReport, save_state
     from fsdp_ckpt.train.sharding.wrap import wrap
 
@@ -28,6 +32,8 @@ __all__ = [
     "CheckpointView",
     "Checkpointer",
     "FSDPConfig",
+    "FastFileSystemReader",
+    "FastFileSystemWriter",
     "FsdpCkptError",
     "Hooks",
     "InspectReport",
@@ -35,10 +41,12 @@ __all__ = [
     "LoadReport",
     "MergeOptions",
     "MergeReport",
+    "Preemption",
     "SaveReport",
     "__version__",
     "get_state_dict",
     "inspect",
+    "latest_complete",
     "load_state",
     "merge",
     "merge_fsdp_weights",
@@ -59,12 +67,16 @@ _HOMES = {
     "merge_fsdp_weights": "ops.merge",
     "CheckpointView": "ops.view",
     "open_checkpoint": "ops.view",
+    "latest_complete": "layouts.runs",
     "FSDPConfig": "config.fsdp",
     "LaunchConfig": "config.launch",
     "read_config": "config.accelerate_yaml",
     "Checkpointer": "train.checkpointer",
+    "FastFileSystemReader": "train.dcp_reader",
+    "FastFileSystemWriter": "train.dcp_writer",
     "Hooks": "train.hooks",
     "LoadReport": "train.load",
+    "Preemption": "train.preemption",
     "SaveReport": "train.save",
     "get_state_dict": "train.export",
     "load_state": "train.load",

@@ -45,6 +45,7 @@ def train(
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between saves.", show_default="100")] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Go on from a checkpoint.")] = None,
     keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep.", show_default="all")] = None,
+    async_save: Annotated[bool, typer.Option("--async", help="Train on while files are written.")] = False,
     kill_at: Annotated[int | None, typer.Option(min=1, help="Kill every rank in this step, or in its save.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples a step, all ranks.", show_default="64")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.", show_default="0.003")] = None,
@@ -73,6 +74,7 @@ def train(
     given = {
         "steps": steps, "save_every": save_every, "resume": resume, "keep": keep, "kill_at": kill_at,
         "batch_size": batch_size, "lr": lr, "digits": digits, "seed": seed, "model": model,
+        "async_save": async_save or None,
         "fsdp": {field.name: getattr(job.fsdp, field.name) for field in fields(job.fsdp)},
     }  # fmt: skip
     options = settle_options(folder, given)

@@ -114,7 +114,10 @@ class TrainView:
             case Saved():
                 facts.last_checkpoint = event.path
                 facts.saves_s.append(event.elapsed_s)
-                return f"saved {event.path}: {format_size(event.num_bytes)} in {format_duration(event.elapsed_s)}"
+                line = f"saved {event.path}: {format_size(event.num_bytes)} in {format_duration(event.elapsed_s)}"
+                if event.stopped_s < event.elapsed_s:
+                    line += f", training stopped for {format_duration(event.stopped_s)}"
+                return line
             case Evaluated():
                 facts.answer_accuracy = event.answer_accuracy
                 return f"  held-out numbers sorted right: {event.answer_accuracy:.1%}"

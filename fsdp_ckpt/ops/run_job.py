@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,7 +40,8 @@ def run_job(plan: LaunchPlan, *, poll: Callable[[], None]) -> JobEnd:
     """Run a job to its end.
 
     When this process is interrupted, the ranks are asked to stop by SIGTERM. torchrun gives them 30 seconds to save,
-    and ends them; interrupted once more, this process ends all of them at once.
+    and ends them; interrupted once more, this process ends all of them at once. SIGUSR1 is passed on, for them to save
+    and stop in their own time.
 
     Args:
         plan: The job.
@@ -52,7 +54,7 @@ def run_job(plan: LaunchPlan, *, poll: Callable[[], None]) -> JobEnd:
             stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
-            with _stopped_when_interrupted(job):
+            with _stopped_when_interrupted(job), _told_of_sigusr1(job):
                 while job.poll() is None:
                     poll()
                     time.sleep(_POLL_S)
@@ -79,6 +81,18 @@ def _stopped_when_interrupted(job: subprocess.Popen[bytes]) -> Iterator[None]:
                         os.kill(pid, signal.SIGKILL)
                 job.wait()
         raise
+
+
+@contextmanager
+def _told_of_sigusr1(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # where signals never come
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, _: job.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)
 
 
 def _descendants(pid: int) -> list[int]:

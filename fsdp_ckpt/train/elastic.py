@@ -2,6 +2,9 @@
 
 torchrun itself ends with 1 whatever happened to a rank. Here the first rank that failed gives the exit code: the
 script's own, or 128 + the signal that killed it. Everything else, arguments included, is torchrun's.
+
+SIGTERM to this process is passed on by torchrun, which gives ranks 30 seconds and then ends them. SIGUSR1, which would
+end torchrun, is passed on as well, and waits for the ranks without a limit.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
+    from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["main"]
@@ -27,13 +33,47 @@ def main() -> int:
     # Its report of a failure is 30 lines without the traceback, which the rank has printed already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    started = _note_starts()
+    signal.signal(signal.SIGUSR1, lambda number, _: _pass_on(started, number))
     try:
         run(get_args_parser().parse_args(sys.argv[1:]))
     except ChildFailedError as error:
         return _explain(error.failures)
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return _code_of_all(started) or 128 + int(error.sigval)
     return 0
+
+
+def _note_starts() -> list[PContext]:
+    """Return a list to which torchrun's ranks are added as it starts them, and once more when it restarts them."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    started: list[PContext] = []
+    start = PContext.start
+
+    def note_and_start(context: PContext) -> None:
+        started.append(context)
+        start(context)
+
+    PContext.start = note_and_start  # type: ignore[assignment, method-assign]  # it tells nobody else what it has started
+    return started
+
+
+def _processes(started: list[PContext]) -> list[Popen[bytes]]:
+    handlers = getattr(started[-1], "subprocess_handlers", {}) if started else {}
+    return [handler.proc for handler in handlers.values()]
+
+
+def _pass_on(started: list[PContext], number: int) -> None:
+    for process in _processes(started):
+        process.send_signal(number)  # does nothing to one that has ended
+
+
+def _code_of_all(started: list[PContext]) -> int:
+    """Return the exit code with which all ranks here ended by themselves; 0 where they did not agree on one."""
+    codes = {process.poll() for process in _processes(started)}
+    code = codes.pop() if len(codes) == 1 else None
+    return code if code is not None and code > 0 else 0
 
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> int:

@@ -64,11 +64,12 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint is in its place; wall time in seconds, size in bytes."""
+    """A checkpoint is in its place; wall times in seconds, of the save and of the loop's stop; size in bytes."""
 
     step: int
     path: str
     elapsed_s: float
+    stopped_s: float
     num_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""Ways in which a run ends early: a signal, after which it saves, and death, which leaves no time for anything."""
+"""Death, asked for: between saves and within one. Signals, after which a run saves, are ``Preemption``'s."""
 
 from __future__ import annotations
 
@@ -15,28 +15,7 @@ from fsdp_ckpt.errors import RankFailed
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.train.ranks import Ranks
 
-__all__ = ["Signals", "die_between_saves", "die_within_save"]
-
-
-class Signals:
-    """SIGTERM and SIGINT as wishes to stop, of which the loop learns after its step."""
-
-    def __init__(self) -> None:
-        self._came: list[int] = []
-
-    def catch(self) -> None:
-        """Take the place of what these signals would do."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._came.append(number))
-
-    def __bool__(self) -> bool:
-        """Tell whether one has come to this rank."""
-        return bool(self._came)
-
-    def first(self, ranks: Ranks) -> int:
-        """Return the number of the first one, of the lowest rank that got any. A collective, once any has."""
-        numbers = [number for theirs in ranks.gather_all(self._came[:1], "stopping") for number in theirs]
-        return numbers[0]
+__all__ = ["die_between_saves", "die_within_save"]
 
 
 def die_between_saves(tell: Callable[[], None]) -> NoReturn:

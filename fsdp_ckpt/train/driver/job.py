@@ -17,12 +17,13 @@ from fsdp_ckpt.config.fsdp import FSDPConfig
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.train.checkpointer import Checkpointer
-from fsdp_ckpt.train.driver.events import Event, LogWriter, Started
+from fsdp_ckpt.train.driver.events import Event, LogWriter, Saved, Started
 from fsdp_ckpt.train.driver.model import TASK_KEY, build_model, param_groups, task_of
 from fsdp_ckpt.train.driver.options import AUTO, TrainOptions
 from fsdp_ckpt.train.hooks import Hooks, SaveEvent
 from fsdp_ckpt.train.load import LoadReport, load_state
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.report import SaveReport
 from fsdp_ckpt.train.sharding.wrap import wrap
 
 __all__ = ["Job", "check_options", "prepare"]
@@ -58,6 +59,26 @@ class Job:
         """Append to the log, on the first rank."""
         if self.log is not None:
             self.log.append(event)
+
+
+class _Log(Hooks):
+    """Notes saves in the log, which the first rank has."""
+
+    def __init__(self, log: LogWriter | None) -> None:
+        self._log = log
+
+    def after_save(self, report: SaveReport) -> None:
+        if self._log is None:
+            return
+        self._log.append(
+            Saved(
+                step=report.step or 0,
+                path=report.path,
+                elapsed_s=report.elapsed_s,
+                stopped_s=report.stopped_s,
+                num_bytes=report.num_bytes,
+            )
+        )
 
 
 class _ConfigFile(Hooks):
@@ -117,8 +138,9 @@ def prepare(options: TrainOptions, ranks: Ranks, device: torch.device, attempt: 
         scheduler,
         keep=options.keep,
         state_dict_type=fsdp.state_dict_type,
+        async_save=options.async_save,
         durable=options.durable,
-        hooks=[_ConfigFile(built.config)],
+        hooks=[_ConfigFile(built.config), _Log(log)],
     )
     report: LoadReport | None = None
     if options.resume == AUTO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from datetime import timedelta
 from functools import partial
@@ -15,10 +16,11 @@ from torch.nn import functional
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.train.driver import task
-from fsdp_ckpt.train.driver.events import Evaluated, Finished, Killed, Saved, Saving, Stepped, Stopped
-from fsdp_ckpt.train.driver.interruption import Signals, die_between_saves, die_within_save
+from fsdp_ckpt.train.driver.events import Evaluated, Finished, Killed, Saving, Stepped, Stopped
+from fsdp_ckpt.train.driver.interruption import die_between_saves, die_within_save
 from fsdp_ckpt.train.driver.job import Job, prepare
 from fsdp_ckpt.train.driver.options import TrainOptions
+from fsdp_ckpt.train.preemption import Preemption
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.sharding.mesh import uses_cuda
 
@@ -45,12 +47,11 @@ def train(options: TrainOptions, *, attempt: str = "1") -> int:
         FsdpCkptError: As ``save_state`` and ``load_state``.
     """
     device = _start()
-    signals = Signals()
-    signals.catch()
-    job = prepare(options, Ranks(), device, attempt)
-    code = _run(job, signals)
-    dist.barrier()  # nobody takes the first rank's store away while others still talk
-    dist.destroy_process_group()
+    with Preemption((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)) as preemption:
+        job = prepare(options, Ranks(), device, attempt)
+        code = _run(job, preemption)
+        dist.barrier()  # nobody takes the first rank's store away while others still talk
+        dist.destroy_process_group()
     return code
 
 
@@ -74,23 +75,26 @@ def _start() -> torch.device:
     return torch.device("cuda", rank) if on_cuda else torch.device("cpu")
 
 
-def _run(job: Job, signals: Signals) -> int:
+def _run(job: Job, preemption: Preemption) -> int:
     options, begun = job.options, time.monotonic()
     for step in range(job.first_step, options.steps + 1):
-        stops = _step(job, step, stops=bool(signals)) and step < options.steps
+        _step(job, step)
+        stops = preemption.requested() and step < options.steps
         saves = options.saves_at(step)
         if step == options.kill_at and not saves:
             die_between_saves(partial(job.tell, Killed(step=step, while_saving=False)))
         if saves or stops:
             _save(job, step)
         if stops:
-            number = signals.first(job.ranks)
-            job.tell(Stopped(step=step, signal=number))
-            return 128 + number
+            job.checkpointer.close()
+            assert preemption.signal is not None
+            job.tell(Stopped(step=step, signal=preemption.signal))
+            return preemption.exit_code
         if saves:
             _evaluate(job, step)
     if job.first_step > options.steps:  # a run that was complete already
         _evaluate(job, job.first_step - 1)
+    job.checkpointer.close()
     job.tell(Finished(step=max(options.steps, job.first_step - 1), elapsed_s=time.monotonic() - begun))
     return 0
 
@@ -106,8 +110,8 @@ def _answers(job: Job, tokens: Tensor) -> Tensor:
     return tokens[:, job.options.digits + 1 :]
 
 
-def _step(job: Job, step: int, *, stops: bool) -> bool:
-    """Train a step on this rank's part of the batch; tell whether any rank is to stop."""
+def _step(job: Job, step: int) -> None:
+    """Train a step on this rank's part of the batch."""
     begun, options = time.monotonic(), job.options
     count = options.batch_size // job.ranks.size
     tokens = task.samples(options.seed, step, job.ranks.rank * count, count, options.digits).to(job.device)
@@ -119,13 +123,12 @@ def _step(job: Job, step: int, *, stops: bool) -> bool:
     job.scheduler.step()
     # Here, not between forward and backward: the parameters that FSDP1's SHARD_GRAD_OP shows there are others.
     job.optimizer.zero_grad()
-    shared = torch.stack((loss.detach().double(), torch.tensor(float(stops), dtype=torch.float64, device=job.device)))
+    shared = loss.detach().double()
     dist.all_reduce(shared)
-    total, stopping = shared.tolist()
+    total = shared.item()
     num_tokens = options.batch_size * tokens.shape[1]
     speed = num_tokens / max(time.monotonic() - begun, 1e-9)
     job.tell(Stepped(step=step, loss=total / job.ranks.size, lr=lr, tokens_per_s=speed))
-    return bool(stopping)
 
 
 @torch.no_grad()
@@ -144,7 +147,11 @@ def _save(job: Job, step: int) -> None:
     job.tell(Saving(step=step, path=str(job.checkpointer.path(step))))
     if step == job.options.kill_at:
         killed = Killed(step=step, while_saving=True)
-        die_within_save(job.ranks, partial(job.checkpointer.save, step), partial(job.tell, killed))
+        die_within_save(job.ranks, partial(_save_and_wait, job, step), partial(job.tell, killed))
         return
-    report = job.checkpointer.save(step)
-    job.tell(Saved(step=step, path=report.path, elapsed_s=report.elapsed_s, num_bytes=report.num_bytes))
+    job.checkpointer.save(step)
+
+
+def _save_and_wait(job: Job, step: int) -> None:
+    job.checkpointer.save(step)
+    job.checkpointer.close()

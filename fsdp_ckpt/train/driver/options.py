@@ -42,6 +42,7 @@ class TrainOptions:
         kv_heads: Its key and value heads; divide ``heads``.
         digits: Length of the numbers that are sorted.
         fsdp: Fields of ``FSDPConfig``; not fp16, which would need a gradient scaler.
+        async_save: Whether training goes on while files are written.
         durable: Whether a save waits for the disk.
 
     Raises:
@@ -65,6 +66,7 @@ class TrainOptions:
     kv_heads: int = 2
     digits: int = 8
     fsdp: Mapping[str, Any] = field(default_factory=dict)
+    async_save: bool = False
     durable: bool = True
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ EVENTS: list[Event] = [
     ),
     Stepped(step=1, loss=2.5, lr=0.1, tokens_per_s=10.0),
     Saving(step=4, path="run/step-4"),
-    Saved(step=4, path="run/step-4", elapsed_s=0.5, num_bytes=100),
+    Saved(step=4, path="run/step-4", elapsed_s=0.5, stopped_s=0.1, num_bytes=100),
     Evaluated(step=4, token_accuracy=0.5, answer_accuracy=0.25),
     Killed(step=6, while_saving=False),
     Stopped(step=6, signal=15),

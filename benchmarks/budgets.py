@@ -58,7 +58,7 @@ def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Bud
         _at_most("`--dtype bfloat16 --no-fsync` against `cp`", _ratio(cast, cases.CAST_NO_FSYNC, cp), 1.5, 1.1),
         _at_most("Peak RSS of any merge", _most_rss([merge, cast, memory]), 128e6, 48e6, format_size),
         _at_most("Peak RSS of a merge, large against small", _rss_growth(memory), 1.05, 1.0),
-        *_state_budgets([results.get(name) for name in state.KINDS]),
+        *_state_budgets([results.get(name) for name, (_, in_memory) in state.KINDS.items() if not in_memory]),
         Budget(
             what="`merge` of a checkpoint that we saved, on XFS or btrfs",
             must="no data copied",
@@ -71,18 +71,29 @@ def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Bud
 def _state_budgets(comparisons: Sequence[Comparison | None]) -> list[Budget]:
     """Judge saving and loading by the worse of the wrappers."""
     found = [comparison for comparison in comparisons if comparison]
-    ours = [series for one in found for series in one.series if not series.name.startswith("Accelerate")]
+    others = ("Accelerate", "DCP", state.COPY, state.DD)
+    ours = [series for one in found for series in one.series if not series.name.startswith(others)]
     export = [series for series in ours if series.name in (state.GET_STATE_DICT, state.SAVE_MODEL)]
     moving = [series for series in ours if series not in export]
     saves = [value for one in found if (value := one.ratio(state.SAVE, state.SAVE_ACCELERATE)) is not None]
     loads = [value for one in found if (value := one.ratio(state.LOAD_ACCELERATE, state.LOAD)) is not None]
+    stalls = [value for one in found if (value := one.ratio(state.ASYNC, state.SAVE)) is not None]
+    copies = [value for one in found if (value := one.ratio(state.ASYNC, state.COPY)) is not None]
+    zeros = [value for one in found if (value := one.ratio(state.SAVE, state.DD)) is not None]
+    reshards = [value for one in found if (value := one.ratio(state.LOAD_OTHER_DCP, state.LOAD_OTHER)) is not None]
+    dcp_loads = [value for one in found if (value := one.ratio(state.LOAD_DCP, state.LOAD)) is not None]
     memory = max((series.rss_bytes for series in moving), default=None)
     exporting = max((series.rss_bytes for series in export), default=None)
     return [
         _at_most("Memory beyond the state, `save_state` and `load_state`, a rank", memory, 128e6, None, format_size),
         _at_most("The same, `get_state_dict` and `save_model`", exporting, 128e6, None, format_size),
         _at_most("`save_state`, durable, against Accelerate's save", max(saves, default=None), 0.8, 0.4),
+        _at_most("`save_state`, durable, against writing and syncing zeros", max(zeros, default=None), None, 1.15),
+        _at_most("`save_state`, asynchronous: the stop, against the synchronous save", max(stalls, default=None), 0.25),
+        _at_most("The same, against a copy into memory that is used again", max(copies, default=None), None, 1.2),
         _at_least("Accelerate's load against `load_state`", min(loads, default=None), 2, 4),
+        _at_least("DCP's load against `load_state`", min(dcp_loads, default=None), 2, 4),
+        _at_least("DCP's load of 4 ranks' checkpoint on 2, against `load_state`", min(reshards, default=None), 2, 4),
     ]
 
 
@@ -116,15 +127,20 @@ def _times(ratio: float) -> str:
 
 
 def _at_most(
-    what: str, value: float | None, must: float, aim: float | None, show: Callable[[float], str] = _times
+    what: str,
+    value: float | None,
+    must: float | None,
+    aim: float | None = None,
+    show: Callable[[float], str] = _times,
 ) -> Budget:
+    bound = must if must is not None else aim
     return Budget(
         what=what,
-        must=f"<= {show(must)}",
+        must=f"<= {show(must)}" if must is not None else "",
         aim=f"<= {show(aim)}" if aim is not None else "",
         measured=_NOT_MEASURED if value is None else show(value),
-        of_must=None if value is None else value / must,
-        is_met=None if value is None else value <= must,
+        of_must=None if value is None or bound is None else value / bound,
+        is_met=None if value is None or must is None else value <= must,
     )
 
 

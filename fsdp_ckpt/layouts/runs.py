@@ -14,8 +14,8 @@ from fsdp_ckpt.layouts.composite import looks_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.verdict import OWN_LAYOUT, State, Verdict, judge
+from fsdp_ckpt.store.leftovers import is_staging
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.store.publish import is_staging
 
 __all__ = [
     "Leftover", "RunCheckpoint", "RunFolder", "Seen", "iter_checkpoints", "latest_complete", "own_values", "read_run",

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp_ckpt.catalog import Checkpoint
 from fsdp_ckpt.errors import DestinationExists, NotEnoughSpace, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES
-from fsdp_ckpt.store.publish import is_staging, leftovers
+from fsdp_ckpt.store.leftovers import is_staging, leftovers
 from fsdp_ckpt.units import format_size
 
 __all__ = ["check_destination", "check_space"]

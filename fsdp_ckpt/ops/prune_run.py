@@ -16,7 +16,7 @@ from fsdp_ckpt.layouts.verdict import State
 from fsdp_ckpt.ops.list_run import read_run_deep
 from fsdp_ckpt.plan.retention import Retention, choose_kept
 from fsdp_ckpt.run.progress import Listener
-from fsdp_ckpt.store.publish import remove_folder, remove_leftovers
+from fsdp_ckpt.store.leftovers import remove_folder, remove_leftovers
 
 __all__ = ["KeptCheckpoint", "PruneReport", "PrunedFolder", "SparedFolder", "prune_run"]
 

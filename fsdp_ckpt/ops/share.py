@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.run.engine import OutputSpec
-from fsdp_ckpt.store.publish import PUBLISH_LOCK, Staging, is_at
+from fsdp_ckpt.store.leftovers import PUBLISH_LOCK, is_at
+from fsdp_ckpt.store.publish import Staging
 
 __all__ = ["Share", "all_done", "note_done", "publish_lock", "share_from_environment"]
 

@@ -25,8 +25,8 @@ from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.layouts.runs import Seen, own_values
 from fsdp_ckpt.plan.retention import Retention, choose_kept
+from fsdp_ckpt.store.leftovers import recover_replaced, remove_folder_soon, remove_leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.store.publish import recover_replaced, remove_folder, remove_leftovers
 from fsdp_ckpt.train.background import PendingSave, finish_pending
 from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks, check_hooks
@@ -235,7 +235,7 @@ class Checkpointer:
         kept = choose_kept(self._retention, own_values(self.folder, self._seen, like=step), up_to=step)
         for number in sorted(number for number, reasons in kept.items() if not reasons):
             try:
-                remove_folder(self.path(number))
+                remove_folder_soon(self.path(number))
             except FileNotFoundError:  # somebody else prunes here, too
                 continue
             except OSError as error:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fsdp_ckpt.errors import DestinationExists, IncompleteCheckpoint
-from fsdp_ckpt.store.publish import Staging, is_staging
+from fsdp_ckpt.store.leftovers import is_staging
+from fsdp_ckpt.store.publish import Staging
 from fsdp_ckpt.store.syscalls import fsync_folder
 
 __all__ = ["UnfinishedSave", "begin_save", "check_replaceable_dcp", "staging_candidates"]

@@ -9,8 +9,8 @@ from pathlib import Path
 from fsdp_ckpt.errors import DestinationExists, MalformedFile, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
+from fsdp_ckpt.store.leftovers import is_staging
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.store.publish import is_staging
 
 __all__ = ["check_replaceable", "check_replaceable_model", "is_part_name", "local_path"]
 

@@ -17,8 +17,8 @@ from fsdp_ckpt.errors import CheckpointNotFound, ChecksumMismatch, CorruptCheckp
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, Member, read_manifest
 from fsdp_ckpt.layouts.registry import list_checkpoints, read_checkpoint
+from fsdp_ckpt.store.leftovers import recover_replaced
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.store.publish import recover_replaced
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.remote_files import RemoteFiles, find_remote
 

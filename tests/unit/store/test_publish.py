@@ -8,7 +8,8 @@ import pytest
 
 from fsdp_ckpt.errors import DestinationExists
 from fsdp_ckpt.store import publish
-from fsdp_ckpt.store.publish import Staging, current_umask, leftovers, resolve_destination
+from fsdp_ckpt.store.leftovers import leftovers
+from fsdp_ckpt.store.publish import Staging, current_umask, resolve_destination
 from tests.unit.store.folders import content, names, write
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from fsdp_ckpt.errors import DestinationExists
 from fsdp_ckpt.store import publish
-from fsdp_ckpt.store.publish import Staging, leftovers
+from fsdp_ckpt.store.leftovers import leftovers
+from fsdp_ckpt.store.publish import Staging
 from tests.unit.store.folders import content, in_child, names, write
 
 

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fsdp_ckpt import FastFileSystemWriter, save_state
 from fsdp_ckpt.errors import DestinationExists, NotEnoughSpace, UsageError
-from fsdp_ckpt.store.publish import Staging, is_staging
+from fsdp_ckpt.store.leftovers import is_staging
+from fsdp_ckpt.store.publish import Staging
 from fsdp_ckpt.train.dcp_staging import begin_save, staging_candidates
 from tests.cases.launch import REPOSITORY
 from tests.unit.child import outcome

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_ckpt import Checkpointer, latest_complete, load_state
 from fsdp_ckpt.errors import UsageError
-from fsdp_ckpt.store.publish import remove_folder
+from fsdp_ckpt.store.leftovers import remove_folder
 from tests.unit.layouts.made_runs import DATA, MANIFEST, own, trainer
 
 

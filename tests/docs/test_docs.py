@@ -61,7 +61,7 @@ def test_readme_python_runs(folder: Path) -> None:
     assert (folder / "merged/model.safetensors").is_file()
 
 
-PROGRAMS = blocks(ROOT / "docs/training.md", "python")
+PROGRAMS = [*blocks(ROOT / "docs/training.md", "python"), *blocks(ROOT / "docs/running.md", "python")]
 """Complete programs; each ends by printing a line that begins with "began at step"."""
 
 
@@ -93,7 +93,7 @@ def test_training_programs_run(number: int, tmp_path: Path) -> None:
 
 
 def test_all_training_programs_were_found() -> None:
-    assert len(PROGRAMS) == 7
+    assert len(PROGRAMS) == 10
 
 
 @pytest.mark.parametrize(

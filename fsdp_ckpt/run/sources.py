@@ -41,6 +41,7 @@ class Sources:
         self._spill: LocalStore | None = None
         self._lock = threading.Lock()
         self._expanded: dict[tuple[str, int], Chunk] = {}
+        self._expanding: dict[tuple[str, int], threading.Lock] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -70,20 +71,21 @@ class Sources:
                 return self._expand(tensor, chunk)
 
     def _expand(self, tensor: TensorEntry, chunk: Chunk) -> Located:
+        place = chunk.file, chunk.start
         with self._lock:
             if self._spill is None:
                 self._spill = LocalStore(Path(tempfile.mkdtemp(prefix=".fsdp-ckpt-", dir=self._spill_parent)))
             spill = self._spill
-            known = self._expanded.get((chunk.file, chunk.start))
+            turn = self._expanding.setdefault(place, threading.Lock())
         where = f"{chunk.file} (`{tensor.key}`)"
-        if known is None:
-            name = f"{abs(hash((chunk.file, chunk.start))):x}-{chunk.start}"
-            limit = math.prod(chunk.lengths) * tensor.dtype.itemsize + _OVERHEAD_BYTES
-            size = self._decompress(chunk, spill.root / name, limit, where)
-            item = chunk._replace(file=name, start=0, stop=size, encoding=Encoding.TORCH_ZIP)
-            known = resolve_item(item, tensor.dtype, spill.reader(name), where=where)
-            with self._lock:
-                self._expanded[chunk.file, chunk.start] = known
+        with turn:  # several threads may want the same item
+            known = self._expanded.get(place)
+            if known is None:
+                name = f"{abs(hash(place)):x}-{chunk.start}"
+                limit = math.prod(chunk.lengths) * tensor.dtype.itemsize + _OVERHEAD_BYTES
+                size = self._decompress(chunk, spill.root / name, limit, where)
+                item = chunk._replace(file=name, start=0, stop=size, encoding=Encoding.TORCH_ZIP)
+                known = self._expanded[place] = resolve_item(item, tensor.dtype, spill.reader(name), where=where)
         return spill, known
 
     def _decompress(self, chunk: Chunk, target: Path, limit: int, where: str) -> int:

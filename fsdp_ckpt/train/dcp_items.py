@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Chunk, DType, Encoding, Shape, TensorEntry
@@ -44,7 +42,6 @@ class Items:
         self._located: dict[tuple[str, Shape], Located] = {}
         self._objects: dict[str, bytes] = {}
         self._blobs: dict[tuple[str, int], Header] = {}
-        self._expanding = threading.Lock()
 
     def close(self) -> None:
         """Close all files, and remove what was expanded."""
@@ -97,9 +94,7 @@ class Items:
         if known is None:
             entry = self.entry(key)
             chunk = self._chunk(entry, (offsets, self.lengths(key, offsets)))
-            # Two threads would expand one item into one file.
-            with self._expanding if chunk.encoding is Encoding.ZSTD_TORCH_ZIP else nullcontext():
-                known = self._located[key, offsets] = self._sources.resolve(entry, chunk)
+            known = self._located[key, offsets] = self._sources.resolve(entry, chunk)
             store, raw = known
             size = store.size(raw.file)
             if size is None:

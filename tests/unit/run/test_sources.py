@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +88,21 @@ def test_streams_that_are_not_what_they_should_be(what: str, tmp_path: Path) -> 
         spilled = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and path.name != "f")
         assert spilled < 10 << 20
     assert os.listdir(tmp_path) == ["f"]
+
+
+def test_threads_that_want_one_item_expand_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = torch.arange(6.0)
+    tensor = entry(zstandard.compress(item(wanted)), (6,), tmp_path, Encoding.ZSTD_TORCH_ZIP)
+    decompress, calls = Sources._decompress, []
+
+    def slow(*arguments: Any) -> int:
+        calls.append(arguments)
+        time.sleep(0.1)
+        return decompress(*arguments)
+
+    monkeypatch.setattr(Sources, "_decompress", slow)
+    with Sources(tmp_path) as sources, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: sources.resolve(tensor, tensor.chunks[0]), range(4)))
+        assert len(calls) == 1
+        for store, raw in found:
+            assert store.reader(raw.file)(raw.start, raw.stop - raw.start) == full_bits(wanted)

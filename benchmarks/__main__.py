@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report, state
+from benchmarks import report, shared, state
 from benchmarks.budgets import judge
 from benchmarks.cases import CASES, Settings
 from benchmarks.compare import compare
@@ -17,7 +17,7 @@ from benchmarks.measure import CommandFailedError
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.units import format_size, parse_size
 
-_NAMES = [*CASES, *state.KINDS]
+_NAMES = [*CASES, *shared.KINDS, *state.KINDS]
 
 
 def main() -> int:
@@ -40,6 +40,9 @@ def main() -> int:
             for name in names:
                 if name in state.KINDS:
                     results[name] = state.play(name, settings, tell=_tell)
+                elif name in shared.KINDS:
+                    found = shared.play(name, settings, log=work / "log", tell=_tell)
+                    results |= {} if found is None else {name: found}
                 else:
                     results[name] = compare(CASES[name](settings), log=work / "log", tell=_tell)
         except CommandFailedError as error:

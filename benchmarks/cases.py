@@ -27,7 +27,7 @@ DRY_RUN = f"fsdp-ckpt merge --dry-run, {SPARSE.num_chunks:,} chunks"
 _START_UP_MODEL = Llama(hidden=64, num_layers=17, vocab=256)
 
 _BIN = Path(sys.executable).parent
-_TOOL = str(_BIN / "fsdp-ckpt")
+TOOL = str(_BIN / "fsdp-ckpt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +92,9 @@ def merge_case(settings: Settings) -> Case:
         commands=(
             writes(CP, "cp", "-r", source, target),
             writes(CP_SYNC, "sh", "-c", copy_and_sync, "sh", source, target),
-            writes(MERGE_NO_FSYNC, _TOOL, "merge", source, target, "--no-fsync"),
-            writes(MERGE, _TOOL, "merge", source, target),
-            writes(MERGE_NO_VERIFY, _TOOL, "merge", source, target, "--no-verify"),
+            writes(MERGE_NO_FSYNC, TOOL, "merge", source, target, "--no-fsync"),
+            writes(MERGE, TOOL, "merge", source, target),
+            writes(MERGE_NO_VERIFY, TOOL, "merge", source, target, "--no-verify"),
             writes(ACCELERATE, str(_BIN / "accelerate"), "merge-weights", source, target),
             writes(DCP_TO_TORCH, sys.executable, *converter, source, f"{target}.pt"),
         ),
@@ -116,7 +116,7 @@ def cast_case(settings: Settings) -> Case:
     model = Llama.fit(settings.size_bytes // 4)
     folder, out = settings.work / "fp32", settings.work / "out"
     source, target, payload = str(folder / FOLDER_NAME), str(out / "merged"), 4 * model.num_elements
-    cast = (_TOOL, "merge", source, target, "--dtype", "bfloat16")
+    cast = (TOOL, "merge", source, target, "--dtype", "bfloat16")
     return Case(
         title=f"Merge {format_size(payload)} of float32 to bfloat16",
         inputs=(checkpoint_input(folder, model, "float32"),),
@@ -139,9 +139,9 @@ def start_up_case(settings: Settings) -> Case:
         inputs=(checkpoint_input(folder, _START_UP_MODEL, "bfloat16"),),
         commands=(
             Command(name="python -c pass", argv=(sys.executable, "-c", "pass")),
-            Command(name="fsdp-ckpt --version", argv=(_TOOL, "--version")),
-            Command(name=HELP, argv=(_TOOL, "--help")),
-            Command(name=INSPECT, argv=(_TOOL, "inspect", str(folder / FOLDER_NAME))),
+            Command(name="fsdp-ckpt --version", argv=(TOOL, "--version")),
+            Command(name=HELP, argv=(TOOL, "--help")),
+            Command(name=INSPECT, argv=(TOOL, "inspect", str(folder / FOLDER_NAME))),
         ),
         rounds=max(10, settings.rounds),
     )
@@ -155,11 +155,11 @@ def scale_case(settings: Settings) -> Case:
         folder = settings.work / f"chunks-{checkpoint.num_chunks}"
         inputs.append(metadata_input(folder, checkpoint))
         allowed = frozenset({0, REFUSED} if checkpoint.num_chunks > MOST_CHUNKS_BY_TORCH else {0})
-        name, argv = inspect_name(checkpoint.num_chunks), (_TOOL, "inspect", str(folder))
+        name, argv = inspect_name(checkpoint.num_chunks), (TOOL, "inspect", str(folder))
         commands.append(Command(name=name, argv=argv, exit_codes=allowed))
     folder, out = settings.work / "sparse", settings.work / "planned"
     inputs.append(metadata_input(folder, SPARSE))
-    plan = (_TOOL, "merge", str(folder), str(out), "--dry-run")
+    plan = (TOOL, "merge", str(folder), str(out), "--dry-run")
     commands.append(Command(name=DRY_RUN, argv=plan, exit_codes=frozenset({0, REFUSED})))
     apparent = format_size(SPARSE.num_ranks * SPARSE.file_bytes)
     return Case(
@@ -180,7 +180,7 @@ def memory_case(settings: Settings) -> Case:
         model = Llama.fit(size_bytes // 2)
         folder = settings.work / f"memory-{len(inputs)}"
         inputs.append(checkpoint_input(folder, model, "bfloat16"))
-        argv = (_TOOL, "merge", str(folder / FOLDER_NAME), str(out / "merged"))
+        argv = (TOOL, "merge", str(folder / FOLDER_NAME), str(out / "merged"))
         commands.append(Command(name=name, argv=argv, output=out, min_output_bytes=2 * model.num_elements))
         sizes.append(format_size(2 * model.num_elements))
     title = f"Peak memory of a merge: small is {sizes[0]}, large {sizes[1]}"

@@ -28,6 +28,7 @@ class Comparison:
         series: One per command, in order.
         ratios: As the case asked for them.
         memory: What the memory of its samples is.
+        disk_bytes: Disk space that the last command took; None where that was not measured.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Comparison:
     series: tuple[Series, ...]
     ratios: tuple[Ratio, ...]
     memory: str = "peak RSS"
+    disk_bytes: int | None = None
 
     def find(self, name: str) -> Series | None:
         """Return the series of the command, or None when it was not measured or failed."""
@@ -46,13 +48,16 @@ class Comparison:
         return pairs.get((numerator, denominator))
 
 
-def compare(case: Case, *, log: Path, tell: Callable[[str], None]) -> Comparison:
+def compare(
+    case: Case, *, log: Path, tell: Callable[[str], None], before_inputs_go: Callable[[], None] = lambda: None
+) -> Comparison:
     """Run the case and return what it gave.
 
     Args:
         case: What to run.
         log: Scratch file for the output of the running command.
         tell: Called with a line for every step.
+        before_inputs_go: Called when everything has been measured.
 
     Raises:
         benchmarks.measure.CommandFailedError: An input could not be made.
@@ -64,6 +69,7 @@ def compare(case: Case, *, log: Path, tell: Callable[[str], None]) -> Comparison
             sample = run(command, log)
             tell(f"  {command.name}: {sample.wall_s:.1f} s, {sample.rss_bytes / 1e6:.0f} MB")
         series = alternate(case.commands, rounds=case.rounds, warm_ups=case.warm_ups, log=log, tell=tell)
+        before_inputs_go()
     finally:
         for command in (*case.inputs, *case.commands):
             if command.output is not None:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +21,21 @@ from torch.multiprocessing import start_processes
 
 from benchmarks.inputs import FOLDER_NAME
 from benchmarks.llama import Llama
+from fsdp_ckpt import FastFileSystemWriter
 
 NUM_RANKS = 2
 _DEADLINE_S = 300.0
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def write(folder: Path, model: Llama, dtype: torch.dtype) -> None:
+def write(folder: Path, model: Llama, dtype: torch.dtype, *, ours: bool = False) -> None:
     """Write `folder/pytorch_model_fsdp_0` from two gloo processes on the CPU.
 
     Args:
         folder: Where the checkpoint goes; made when absent.
         model: Names and global shapes of the tensors.
         dtype: Element type of every tensor.
+        ours: Write with FastFileSystemWriter.
 
     Raises:
         TimeoutError: The ranks did not finish in time; they have been killed.
@@ -42,7 +45,7 @@ def write(folder: Path, model: Llama, dtype: torch.dtype) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rendezvous = folder / f".rendezvous-{os.getpid()}"
     ranks = start_processes(
-        _write_rank, (folder, rendezvous, model, dtype), nprocs=NUM_RANKS, join=False, start_method="spawn"
+        _write_rank, (folder, rendezvous, model, dtype, ours), nprocs=NUM_RANKS, join=False, start_method="spawn"
     )
     deadline = time.monotonic() + _DEADLINE_S
     try:
@@ -55,7 +58,7 @@ def write(folder: Path, model: Llama, dtype: torch.dtype) -> None:
         rendezvous.unlink(missing_ok=True)
 
 
-def _write_rank(rank: int, folder: Path, rendezvous: Path, model: Llama, dtype: torch.dtype) -> None:
+def _write_rank(rank: int, folder: Path, rendezvous: Path, model: Llama, dtype: torch.dtype, ours: bool) -> None:  # noqa: PLR0917
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
@@ -69,9 +72,10 @@ def _write_rank(rank: int, folder: Path, rendezvous: Path, model: Llama, dtype: 
     state_dict = {
         name: DTensor.from_local(values[shape], mesh, [Shard(0)], run_check=False) for name, shape in shapes.items()
     }
+    writer: Any = FastFileSystemWriter if ours else FileSystemWriter
     save(
         {"model": state_dict},
-        storage_writer=FileSystemWriter(folder / FOLDER_NAME),
+        storage_writer=writer(folder / FOLDER_NAME),
         planner=DefaultSavePlanner(),
     )
     dist.destroy_process_group()
@@ -85,9 +89,10 @@ def main() -> int:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    parser.add_argument("--ours", action="store_true", help="write with FastFileSystemWriter")
     args = parser.parse_args()
     model = Llama(hidden=args.hidden, num_layers=args.layers, vocab=args.vocab)
-    write(args.folder, model, _DTYPES[args.dtype])
+    write(args.folder, model, _DTYPES[args.dtype], ours=args.ours)
     return 0
 
 

@@ -152,3 +152,28 @@ def test_across_file_systems_it_is_copied(disk: Path, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert strict_json(result.out)["shared_bytes"] == 0
     assert tensors(tmp_path / "out")["large"][2] == pattern(2 * MIB)
+
+
+@pytest.mark.parametrize("writer", ["save_state", "FastFileSystemWriter"])
+def test_what_we_save_is_shared(writer: str, disk: Path) -> None:
+    """Every tensor of whole blocks: the rest is smaller than one block."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import fsdp_ckpt
+
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1000, bias=False))
+    if writer == "save_state":
+        fsdp_ckpt.save_state(disk / "ckpt", model)
+    else:
+        state = {"model": model.state_dict()}
+        dcp.save(state, storage_writer=fsdp_ckpt.FastFileSystemWriter(disk / "ckpt"), no_dist=True)
+    before = _used(disk)
+    result = run("merge", disk / "ckpt", disk / "out", "--json")
+    assert result.code == 0, result.err
+    report = strict_json(result.out)
+    assert report["tensor_bytes"] == 4 * (1024 * 1024 + 1024 + 1000 * 1024)
+    assert report["shared_bytes"] == report["tensor_bytes"], "all of them are whole blocks"
+    assert _used(disk) - before < MIB
+    wanted = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
+    assert {name: content for name, (_, _, content) in tensors(disk / "out").items()} == wanted

@@ -61,10 +61,14 @@ def leftovers(destination: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what dead runs left in a folder, whatever their destinations were called."""
+    """Remove what dead runs left in a folder, whatever their destinations were called.
+
+    What was left on purpose stays: files that a merge has finished, for a run with ``--resume``.
+    """
     recover_replaced(folder)
     for entry in sorted(folder.iterdir()):
-        if _STAGING.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+        is_left = _STAGING.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+        if is_left and not any(entry.glob(".*.done")):
             remove_if_idle(entry)
 
 
@@ -73,7 +77,11 @@ def recover_replaced(folder: Path) -> None:
 
     That can be where two names cannot be exchanged in one step (NFS, Lustre). What cannot be renamed is left.
     """
-    for entry in sorted(folder.iterdir()):
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:  # a folder that may be entered, but not listed
+        return
+    for entry in entries:
         match = _STAGING.fullmatch(entry.name)
         if match and match["owner"] and entry.suffix == ".old" and entry.is_dir() and not entry.is_symlink():
             with suppress(OSError):
@@ -130,11 +138,14 @@ def remove_soon(folder: Path, guard: int | None) -> None:
         if guard is not None:
             os.close(guard)
 
-    num_bytes = sum(file.lstat().st_size for file in folder.rglob("*"))
-    if num_bytes < _MUCH_BYTES:
-        remove()
-    else:
-        threading.Thread(target=remove, name=f"fsdp-ckpt removing {folder.name}").start()
+    num_bytes = 0
+    with suppress(OSError):
+        num_bytes = sum(file.lstat().st_size for file in folder.rglob("*"))
+    if num_bytes >= _MUCH_BYTES:
+        with suppress(RuntimeError):  # no thread can be started any more
+            threading.Thread(target=remove, name=f"fsdp-ckpt removing {folder.name}").start()
+            return
+    remove()
 
 
 def recover(destination: Path) -> None:
@@ -158,7 +169,7 @@ def _put_back(old: Path, destination: Path) -> None:
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder that is to be moved or removed; None where another one holds it, or nobody can lock here."""
+    """Lock a folder that is to be moved or removed; None where another one holds it, or it is not ours."""
     try:
         lock = open_lock(folder)
     except OSError:  # not ours to write into
@@ -194,8 +205,12 @@ def remove_if_idle(path: Path) -> None:
     """Remove a folder of unfinished work, unless somebody is still at it."""
     try:
         lock = open_lock(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # gone, or somebody else's
         return
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return
+        raise
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_at(lock, path / LOCK):

@@ -88,6 +88,7 @@ class Staging:
         owner = "" if self.inside else destination.name
         self.path = (destination if self.inside else destination.parent) / staging_name(owner, identity)
         self.created_parents = _missing_parents(destination)
+        self._old: tuple[Path, int | None] | None = None
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             recover(destination)
@@ -95,6 +96,8 @@ class Staging:
                 if other != self.path or not (resume or shared):
                     remove_if_idle(other)
             self._lock = self._acquire(shared=shared)
+            if not (resume or shared):
+                self._clear()
         except DestinationExists:
             raise
         except OSError as error:
@@ -130,6 +133,14 @@ class Staging:
             os.close(lock)
         raise DestinationExists(f"another process is writing to `{self.destination}`", hint="wait for it, or stop it")
 
+    def _clear(self) -> None:
+        """Remove what a dead run left, where nobody could tell that it is dead (no locks)."""
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK:
+                entry.unlink()
+
     def file(self, name: str) -> Path:
         """Return where to write a file of the result."""
         return self.path / name
@@ -164,8 +175,12 @@ class Staging:
             return note.read_text()
         return None
 
-    def publish(self, *, durable: bool = True) -> None:
+    def publish(self, *, durable: bool = True, keep_old: bool = False) -> None:
         """Put the result in its place, replacing what is there if allowed.
+
+        Args:
+            durable: Return when the disk has the new names.
+            keep_old: Keep what was replaced for ``take_back``, until ``forget_old``.
 
         Raises:
             DestinationExists: Something appeared at the destination in the meantime.
@@ -179,16 +194,22 @@ class Staging:
                 entry.unlink()
         if durable:
             fsync_folder(self.path)
-        if self.inside:
-            self._move_up()
-        else:
-            self._rename()
-            for name in LOCKS:
-                (self.destination / name).unlink(missing_ok=True)
-        if durable:
-            fsync_folder(self.destination)
-            for folder in (self.destination, *self.created_parents):
-                fsync_folder(folder.parent)
+        try:
+            if self.inside:
+                self._move_up()
+            else:
+                self._rename()
+                for name in LOCKS:
+                    (self.destination / name).unlink(missing_ok=True)
+            if durable:
+                fsync_folder(self.destination)
+                for folder in (self.destination, *self.created_parents):
+                    fsync_folder(folder.parent)
+        except BaseException:
+            self.forget_old()  # where there is an old one, the new one is in its place
+            raise
+        if not keep_old:
+            self.forget_old()
         self._release()
 
     def _rename(self) -> None:
@@ -205,7 +226,6 @@ class Staging:
     def _replace(self) -> None:
         # What is set aside must look busy to others until it has a name that nobody else uses.
         guard = hold(self.destination)
-        is_handed_on = False
         try:
             old = self.path.with_name(self.path.name + ".old")
             if exchange(self.path, self.destination):
@@ -218,14 +238,33 @@ class Staging:
                     os.rename(old, self.destination)
                     raise
             with suppress(OSError):  # the result is in place; the next run removes what is left
-                gone = set_aside(old, owner="" if self.inside else self.destination.name)
-                is_handed_on = True
-                remove_soon(gone, guard)
+                self._old = set_aside(old, owner="" if self.inside else self.destination.name), guard
         finally:
-            if guard is not None and not is_handed_on:
+            if guard is not None and self._old is None:
                 if is_at(guard, self.destination / LOCK):  # nothing was replaced
                     (self.destination / LOCK).unlink()
                 os.close(guard)
+
+    def forget_old(self) -> None:
+        """Remove what was replaced."""
+        if self._old is not None:
+            (folder, guard), self._old = self._old, None
+            remove_soon(folder, guard)
+
+    def take_back(self) -> None:
+        """Undo ``publish(keep_old=True)``: what was at the destination is there again, and what was published is gone.
+
+        Raises:
+            OSError: It cannot be undone.
+        """
+        published = set_aside(self.destination, owner=self.destination.name)
+        if self._old is not None:
+            (folder, guard), self._old = self._old, None
+            os.rename(folder, self.destination)
+            (self.destination / LOCK).unlink(missing_ok=True)
+            if guard is not None:
+                os.close(guard)
+        remove_soon(published, hold(published))
 
     def _move_up(self) -> None:
         names = sorted(os.listdir(self.path), key=lambda name: name.endswith(".index.json"))
@@ -259,6 +298,8 @@ class Staging:
     def _release(self) -> None:
         lock, self._lock = self._lock, -1  # first, as a signal handler may raise right after closing
         if lock >= 0:
+            with suppress(OSError):  # a process that was forked meanwhile has a copy of the descriptor
+                fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
 

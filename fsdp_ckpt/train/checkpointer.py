@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,6 @@ import torch.distributed as dist
 
 from fsdp_ckpt.errors import (
     ChecksumMismatch,
-    FsdpCkptError,
     IncompleteCheckpoint,
     MalformedFile,
     UnknownLayout,
@@ -27,7 +27,7 @@ from fsdp_ckpt.layouts.runs import Seen, own_values
 from fsdp_ckpt.plan.retention import Retention, choose_kept
 from fsdp_ckpt.store.leftovers import recover_replaced, remove_folder_soon, remove_leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.train.background import PendingSave, finish_pending
+from fsdp_ckpt.train.background import PendingSave, finish_pending, flush_pending, host_memory
 from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks, check_hooks
 from fsdp_ckpt.train.load import LoadReport, load_state
@@ -126,19 +126,20 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
+        if error is None:
             self.close()
-        except FsdpCkptError:  # it was logged; what ended the loop matters more
-            if error is None:
-                raise
+        else:
+            flush_pending()  # and no more: other ranks may be anywhere
 
     def close(self) -> None:
-        """Wait for an asynchronous save that is under way. Every rank has to call it.
+        """Wait for an asynchronous save that is under way, and give its memory back. Every rank has to call it.
 
         Raises:
             FsdpCkptError: The save fails.
         """
         finish_pending()
+        if self._async_save:
+            host_memory.release()
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
@@ -163,7 +164,7 @@ class Checkpointer:
         step = number
         hooks = self._state["hooks"]
         check_hooks(hooks)
-        prune = [] if self._retention is None else [_Prune(self._prune)]
+        prune = [] if self._retention is None else [_Prune(self)]
         return save_state(
             self.path(step),
             step=step,
@@ -171,7 +172,7 @@ class Checkpointer:
             state_dict_type=self._type,
             async_save=self._async_save,
             durable=self._durable,
-            **(self._state | {"hooks": [*hooks, *prune]}),
+            **(self._state | {"hooks": [*prune, *hooks]}),
         )
 
     def resume(self, *, strict: bool = True, **options: Any) -> LoadReport | None:
@@ -193,7 +194,7 @@ class Checkpointer:
         finish_pending()
         ranks = Ranks(self._state["process_group"])
         doing = f"resuming from {self.folder}"
-        found = ranks.from_first(lambda: [str(path) for _, path in self._candidates()], doing)
+        found = self._found(ranks, doing)
         passed: list[str] = []
         for place in found:
             try:
@@ -213,6 +214,26 @@ class Checkpointer:
             _log.info("nothing to resume in %s", self.folder.absolute())
         return None
 
+    def _found(self, ranks: Ranks, doing: str) -> list[str]:
+        """Return the checkpoints that the first rank sees, newest first. A collective.
+
+        Raises:
+            IncompleteCheckpoint: It sees none, and another rank does: the disk of its node is new.
+        """
+        mine: list[str] = []
+        with ranks.together(doing):
+            mine = [str(path) for _, path in self._candidates()]
+        rows = ranks.gather_all((platform.node(), mine), doing)
+        host, found = rows[0]
+        having = [(rank, other) for rank, (other, theirs) in enumerate(rows) if theirs]
+        if having and not found:
+            raise IncompleteCheckpoint(
+                f"`{self.folder}` on {host}, the node of rank 0, holds no checkpoint; on {having[0][1]}, that of rank "
+                f"{having[0][0]}, it does",
+                hint="start the job on the nodes that saved it, or copy the folder of rank 0's node to this one",
+            )
+        return found
+
     def _candidates(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
             return []
@@ -226,14 +247,15 @@ class Checkpointer:
             )
         return found
 
-    def _prune(self, step: int) -> None:
-        """Remove those of our checkpoints up to a step that no rule keeps, each in one move: no half of one is seen.
-
-        Not a collective: for one rank of each file system, when the checkpoint of this step is in its place.
-        """
+    def _unkept(self, step: int) -> list[int]:
+        """Return the steps of our checkpoints up to one that no rule keeps, when that one is in its place."""
         assert self._retention is not None
         kept = choose_kept(self._retention, own_values(self.folder, self._seen, like=step), up_to=step)
-        for number in sorted(number for number, reasons in kept.items() if not reasons):
+        return sorted(number for number, reasons in kept.items() if not reasons)
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        """Remove checkpoints of ours, each in one move: no half of one is seen. What cannot be removed stays."""
+        for number in steps:
             try:
                 remove_folder_soon(self.path(number))
             except FileNotFoundError:  # somebody else prunes here, too
@@ -244,11 +266,24 @@ class Checkpointer:
 
 
 class _Prune(Hooks):
-    """Prunes when a step is in its place, on every node that has a disk of its own."""
+    """Prunes when a step is in its place.
 
-    def __init__(self, prune: Callable[[int], None]) -> None:
-        self._prune = prune
+    Where nodes have disks of their own, the first rank decides for all of them, when the save is waited for.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
 
     def after_commit(self, report: SaveReport) -> None:
-        assert report.step is not None
-        self._prune(report.step)
+        if not any(report.leaders) and report.step is not None:
+            self._checkpointer._remove(self._checkpointer._unkept(report.step))
+
+    def after_save(self, report: SaveReport) -> None:
+        if not any(report.leaders) or report.step is None:
+            return
+        ranks, step = Ranks(self._checkpointer._state["process_group"]), report.step
+        doing = f"removing old checkpoints in {self._checkpointer.folder}"
+        steps = ranks.from_first(lambda: self._checkpointer._unkept(step), doing)
+        with ranks.together(doing):
+            if ranks.rank in report.leaders:
+                self._checkpointer._remove(steps)

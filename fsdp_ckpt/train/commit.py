@@ -1,8 +1,8 @@
 """Write a checkpoint beside its destination, by all ranks, and put it there in one step.
 
 Where nodes have disks of their own, each gets a folder with the files of its ranks, the metadata of all, and the same
-manifest. They are put in their places at the same moment, that of the first rank last: where it has a checkpoint, all
-have it.
+manifest. They are put in their places at the same moment, that of the first rank last: where it has a new checkpoint,
+all have it. Until then, all of them can go back to what they had.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def commit(
 
     try:
         place, token = ranks.from_first(begin, doing)
-        leaders = find_leaders(target, is_visible(Path(place) / token), ranks, doing)
+        with ranks.together(doing):
+            sees_first = is_visible(Path(place) / token)
+        leaders = find_leaders(target, sees_first, ranks, doing)
         if not any(leaders):
             files, shared = _write(job, Path(place), ranks, durable=durable, doing=doing)
             return ranks.from_first(lambda: _finish(job, staging[0], files, shared, durable=durable), doing), leaders
@@ -108,6 +110,7 @@ def _finish(
         files[path] = write_file(staging.path / path, data, durable=durable)
     manifest = write_manifest(replace(job.manifest, save_id=job.save_id, files=files))
     _seal(staging, files, manifest, durable=durable)
+    check_replaceable(staging.destination, overwrite=staging.overwrite)  # much may have happened meanwhile
     staging.publish(durable=durable)
     return _sizes(files, manifest)
 
@@ -152,11 +155,19 @@ def _finish_everywhere(
     with ranks.together(doing):
         for one in staging:
             _seal(one, files, manifest, durable=durable)
-    with ranks.together(doing):
-        if not ranks.is_first:
-            for one in staging:
-                one.publish(durable=durable)
-    ranks.from_first(lambda: staging[0].publish(durable=durable), doing)
+    published: list[Staging] = []
+    try:
+        with ranks.together(doing):
+            for one in () if ranks.is_first else staging:
+                one.publish(durable=durable, keep_old=True)
+                published.append(one)
+        ranks.from_first(lambda: staging[0].publish(durable=durable, keep_old=True), doing)
+    except BaseException:
+        for one in published:
+            one.take_back()
+        raise
+    for one in staging:
+        one.forget_old()
     return _sizes(files, manifest)
 
 

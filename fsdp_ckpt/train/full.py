@@ -84,7 +84,8 @@ def write_full(
     try:
         failed = gather_tensors(described, renamed, ranks, consume)
         ranks.agree(failed, doing)
-        return writer[0].finish(durable=durable) if writer else None
+        with ranks.together(doing):
+            return writer[0].finish(durable=durable) if writer else None
     finally:
         for one in writer:
             one.close()

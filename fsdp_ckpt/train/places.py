@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_ckpt.store.publish import resolve_destination
@@ -24,13 +25,20 @@ _LOOK_AGAIN_S = 0.1
 
 def is_visible(path: Path) -> bool:
     """Tell whether this process sees a name that another one has just made."""
+    return bool(_visible(path.parent, [path.name]))
+
+
+def _visible(folder: Path, names: Sequence[str]) -> set[str]:
+    """Return those of the names that are in a folder; looks again while none is."""
+    found: set[str] = set()
     for look in range(_LOOKS):
-        if path.exists():
-            return True
-        if look + 1 < _LOOKS and path.parent.is_dir():
-            os.listdir(path.parent)  # makes NFS ask the server
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = set(os.listdir(folder)).intersection(names)  # listing makes NFS ask the server
+        if found:
+            break
+        if look + 1 < _LOOKS:
             time.sleep(_LOOK_AGAIN_S)
-    return False
+    return found
 
 
 def find_leaders(target: Path, sees_first: bool, ranks: Ranks, doing: str) -> Sequence[int]:
@@ -68,10 +76,12 @@ def _ask(
     try:
         names = ranks.gather_all(None if probe is None else probe.name, doing)
         mine = leaders[ranks.rank]
-        if mine is None:
-            seen = (rank for rank in candidates if is_visible(destination.parent / str(names[rank])))
-            mine = next(seen, None)
+        with ranks.together(doing):
+            if mine is None:
+                seen = _visible(destination.parent, [name for name in names if name is not None])
+                mine = next((rank for rank, name in enumerate(names) if name in seen), None)
         return ranks.gather_all(mine, doing)
     finally:
         if probe is not None:
-            probe.rmdir()
+            with suppress(OSError):  # the next save removes it
+                probe.rmdir()

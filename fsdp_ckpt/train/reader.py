@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_ckpt.catalog import Checkpoint, Encoding, ObjectEntry, TensorEntry
-from fsdp_ckpt.errors import Incompatible
+from fsdp_ckpt.errors import Incompatible, MalformedFile
 from fsdp_ckpt.plan.boxes import Box, bands, intersect, slices
 from fsdp_ckpt.run.gather import Gatherer, storage_dtype, verify_boxes
 from fsdp_ckpt.run.sources import Located, Sources
@@ -132,7 +132,10 @@ class Reader:
         """Return the CRC-32 of each box of a tensor; None where some have none, or none of their own."""
         found: dict[Box, int] = {}
         for chunk in entry.chunks:
-            located = self._sources.resolve(entry, chunk)[1]
+            try:
+                located = self._sources.resolve(entry, chunk)[1]
+            except MalformedFile:  # damaged, which is found where it is read; or on another node
+                return None
             whole = (located.start, located.stop)
             plain = located.strides is None and not located.conj and not located.neg
             if located.crc32 is None or located.crc_range not in (None, whole) or not plain:

@@ -11,12 +11,12 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from fsdp_ckpt.catalog import Checkpoint, Chunk
+from fsdp_ckpt.catalog import Checkpoint, Chunk, Role, TensorEntry
 from fsdp_ckpt.errors import IncompleteCheckpoint
 from fsdp_ckpt.layouts.elsewhere import of_rank, rank_of
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, write_manifest
@@ -28,7 +28,7 @@ __all__ = ["RemoteFiles", "find_remote"]
 
 _BLOCK_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
-"""Records up to this size are fetched before it is known which of them are needed."""
+"""Tensors of options up to this size are fetched before it is known which of them are needed."""
 
 Range = tuple[str, int, int]
 """File, first byte, and the byte after the last."""
@@ -90,13 +90,13 @@ class RemoteFiles:
                 yield path, 0, size
 
     def fetch_small(self, checkpoint: Checkpoint, doing: str) -> None:
-        """Fetch objects and small records. A collective."""
+        """Fetch what planning looks at: objects, and tensors that are neither weights nor state. A collective."""
         wanted: list[Range] = []
         for part in checkpoint.parts:
-            objects = [(entry.file, entry.start, entry.stop) for entry in part.objects.values()]
-            chunks = [chunk for entry in part.tensors.values() for chunk in entry.chunks]
-            small = [(one.file, one.start, one.stop) for one in chunks if one.stop - one.start <= _SMALL_BYTES]
-            wanted += [*objects, *small]
+            wanted += [(entry.file, entry.start, entry.stop) for entry in part.objects.values()]
+            options = [entry for entry in part.tensors.values() if part.role is not Role.MODEL and not _is_state(entry)]
+            chunks = [chunk for entry in options for chunk in entry.chunks]
+            wanted += [(one.file, one.start, one.stop) for one in chunks if one.stop - one.start <= _SMALL_BYTES]
         self.fetch(wanted, doing)
 
     def fetch_chunks(self, chunks: Iterable[Chunk], doing: str) -> None:
@@ -112,36 +112,55 @@ class RemoteFiles:
         mine = sorted({one for one in ranges if one[0] in self._lacking} - self._fetched)
         failed: Exception | None = None
         for rank, wanted in enumerate(self._ranks.gather_all(mine, doing)):
-            for path, start, stop in wanted:
-                for position in range(start, stop, _BLOCK_BYTES):
-                    length = min(_BLOCK_BYTES, stop - position)
-                    try:
-                        self._pass_on(path, position, length, rank)
-                    except (OSError, IncompleteCheckpoint) as error:
-                        failed = failed or error
+            for owner, pieces in self._batches(wanted):
+                try:
+                    if self._ranks.rank == owner:
+                        self._send(pieces, rank)
+                    elif self._ranks.rank == rank:
+                        self._receive(pieces, owner)
+                except (OSError, IncompleteCheckpoint) as error:
+                    failed = failed or error
         self._ranks.agree(failed, doing)
         self._fetched.update(mine)
 
-    def _pass_on(self, path: str, position: int, length: int, rank: int) -> None:
-        """Send a piece of a file to a rank, or receive it, or leave that to others."""
-        owner, here = self._owners[path], self._ranks.rank
-        if here == owner:
-            data, failed = bytearray(length), None
+    def _batches(self, ranges: Sequence[Range]) -> Iterator[tuple[int, list[Range]]]:
+        """Yield what travels in one message: its sender, and ranges that are together no longer than a block."""
+        batch: list[Range] = []
+        owner, size = -1, 0
+        for path, start, stop in ranges:
+            for position in range(start, stop, _BLOCK_BYTES):
+                length = min(_BLOCK_BYTES, stop - position)
+                if batch and (owner != self._owners[path] or size + length > _BLOCK_BYTES):
+                    yield owner, batch
+                    batch, size = [], 0
+                owner, size = self._owners[path], size + length
+                batch.append((path, position, position + length))
+        if batch:
+            yield owner, batch
+
+    def _send(self, pieces: Sequence[Range], rank: int) -> None:
+        data, position, failed = bytearray(sum(stop - start for _, start, stop in pieces)), 0, None
+        for path, start, stop in pieces:
             try:
-                data[:] = self._store.reader(path)(position, length)
+                data[position : position + stop - start] = self._store.reader(path)(start, stop - start)
             except Exception as error:  # noqa: BLE001 - the other rank waits for the bytes, whatever they are
                 failed = error
-            self._ranks.send(torch.frombuffer(data, dtype=torch.uint8), rank)
-            if failed is not None:
-                raise IncompleteCheckpoint(f"{path} cannot be read: {failed}") from failed
-        elif here == rank:
-            received = self._ranks.receive(torch.Size([length]), torch.uint8, owner).cpu()
-            assert self._folder is not None
+            position += stop - start
+        self._ranks.send(torch.frombuffer(data, dtype=torch.uint8), rank)
+        if failed is not None:
+            raise IncompleteCheckpoint(f"{pieces[0][0]} cannot be read: {failed}") from failed
+
+    def _receive(self, pieces: Sequence[Range], owner: int) -> None:
+        size, position = sum(stop - start for _, start, stop in pieces), 0
+        data = self._ranks.receive(torch.Size([size]), torch.uint8, owner).cpu().numpy().data
+        assert self._folder is not None
+        for path, start, stop in pieces:
             fd = os.open(self._folder / path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                write_all(fd, received.numpy().data, position)
+                write_all(fd, data[position : position + stop - start], start)
             finally:
                 os.close(fd)
+            position += stop - start
 
     def close(self) -> None:
         """Remove this rank's folder."""
@@ -149,6 +168,10 @@ class RemoteFiles:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _is_state(entry: TensorEntry) -> bool:
+    return bool(entry.path) and entry.path[0] == "state"
 
 
 def find_remote(place: Path, manifest: Manifest | None, ranks: Ranks, doing: str) -> RemoteFiles | None:
@@ -173,7 +196,10 @@ def find_remote(place: Path, manifest: Manifest | None, ranks: Ranks, doing: str
         store = LocalStore(place)
         return [path for path in listed.files if store.size(path) is None]
 
-    rows = ranks.gather_all((platform.node(), manifest.save_id if manifest else None, look(manifest)), doing)
+    mine: list[str] = []
+    with ranks.together(doing):
+        mine = look(manifest)
+    rows = ranks.gather_all((platform.node(), manifest.save_id if manifest else None, mine), doing)
     first = rows[0][1]
     for rank, (host, save_id, _) in enumerate(rows):
         if save_id not in (None, first):
@@ -185,7 +211,9 @@ def find_remote(place: Path, manifest: Manifest | None, ranks: Ranks, doing: str
     lacking = [theirs for _, _, theirs in rows]
     if any(save_id is None for _, save_id, _ in rows):
         manifest = ranks.from_first(lambda: manifest, doing)
-        lacking = ranks.gather_all(look(manifest), doing)
+        with ranks.together(doing):
+            mine = look(manifest)
+        lacking = ranks.gather_all(mine, doing)
     if manifest is None or all(theirs == lacking[0] for theirs in lacking):
         return None
     owners: dict[str, int] = {}

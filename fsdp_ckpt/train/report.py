@@ -21,6 +21,7 @@ class SaveReport:
         elapsed_s: Wall time in seconds, until everything was durable.
         stopped_s: Wall time in seconds for which the training loop was stopped; less than ``elapsed_s`` with
             ``async_save``.
+        leaders: For each rank the lowest one that shares its file system: all 0 where all ranks see the same files.
         skipped: Parts that a hook left out.
     """
 
@@ -31,4 +32,5 @@ class SaveReport:
     world_size: int
     elapsed_s: float
     stopped_s: float
+    leaders: Sequence[int] = ()
     skipped: Sequence[str] = ()

@@ -7,10 +7,12 @@ import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.train.background import PendingSave, background_ranks, finish_pending, host_memory, start_save
@@ -180,7 +182,7 @@ def save_state(
         live = {name: collect_model(item, ranks) for name, item in subjects.models.items()}
         for one in live.values():
             refuse_meta(one, "load or initialize it before saving")
-    is_told = async_save and any(type(hook).after_save is not Hooks.after_save for hook in hooks)
+    is_told = async_save and _wants_after_save(hooks)
     call = (target, step, state_dict_type, async_save, is_told)
     ranks.demand_same(call, "path, step, state_dict_type, async_save or what hooks do after a save", doing)
     ranks.demand_same(subjects.names(), "what is to be saved", doing)
@@ -192,13 +194,13 @@ def save_state(
     if async_save:
         with ranks.together(doing):
             job.parts = snapshot(job.parts, host_memory)
-    writers = background_ranks(ranks) if async_save else ranks
+    writers = background_ranks(ranks, doing) if async_save else ranks
     stopped_s = time.monotonic() - begun if async_save else None
 
     def write() -> SaveReport:
         sizes, leaders = commit(job, Path(target), writers, overwrite=overwrite, durable=durable)
         elapsed_s = time.monotonic() - begun
-        report = SaveReport(
+        return SaveReport(
             path=target,
             step=step,
             files=sizes,
@@ -206,14 +208,11 @@ def save_state(
             world_size=ranks.size,
             elapsed_s=elapsed_s,
             stopped_s=elapsed_s if stopped_s is None else stopped_s,
+            leaders=leaders,
             skipped=skipped,
         )
-        if ranks.is_first:
-            _log.info("saved %s: %d bytes in %.1f s", target, report.num_bytes, elapsed_s)
-        if ranks.rank in leaders:
-            for hook in hooks:
-                _call_quietly(hook, report)
-        return report
+
+    committed = partial(_call_after_commit, hooks, ranks)
 
     def call_hooks(report: SaveReport) -> None:
         with ranks.together(f"{doing} (the checkpoint is in its place)"):
@@ -222,9 +221,12 @@ def save_state(
 
     if stopped_s is None:
         report = write()
+        committed(report)
         call_hooks(report)
         return report
-    pending = PendingSave(target, step, stopped_s, write, call_hooks if is_told else None)
+    pending = PendingSave(
+        target, step, stopped_s, write=write, committed=committed, waited_for=call_hooks if is_told else None
+    )
     start_save(pending)
     return pending
 
@@ -257,11 +259,18 @@ def _plan(
     return job, sorted(event.skipped)
 
 
-def _call_quietly(hook: Hooks, report: SaveReport) -> None:
-    try:
-        hook.after_commit(report)
-    except Exception as error:  # noqa: BLE001 - whatever a caller's code raises; the checkpoint is there
-        _log.exception("%s.after_commit failed after %s was saved: %s", type(hook).__name__, report.path, error)
+def _wants_after_save(hooks: Sequence[Hooks]) -> bool:
+    return any(getattr(hook.after_save, "__func__", None) is not Hooks.after_save for hook in hooks)
+
+
+def _call_after_commit(hooks: Sequence[Hooks], ranks: Ranks, report: SaveReport) -> None:
+    if ranks.is_first:
+        _log.info("saved %s: %d bytes in %.1f s", report.path, report.num_bytes, report.elapsed_s)
+    for hook in hooks if ranks.rank in report.leaders else ():
+        try:
+            hook.after_commit(report)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - a caller's code; the checkpoint is there
+            _log.exception("%s.after_commit failed after %s was saved: %s", type(hook).__name__, report.path, error)
 
 
 def whole_step(step: Any) -> int | None:

@@ -7,6 +7,7 @@ ones of the same size allocate nothing, which is several times faster as no page
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,31 +28,46 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """One buffer for everything, pinned where it takes part in copies from a GPU."""
+    """One buffer for everything, registered with CUDA where it takes part in copies from a GPU.
+
+    Not torch's pinned memory, whose allocator takes the next power of two and keeps what is given back.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._is_registered = False
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
         """Return that many bytes; what was taken before is no longer valid.
 
+        Args:
+            num_bytes: Bytes that this rank needs; others on this machine will need as many.
+            pinned: Whether copies from a GPU go there.
+
         Raises:
             NotEnoughSpace: The machine has less to spare.
         """
-        if self._buffer.numel() < num_bytes or (pinned and not self._buffer.is_pinned()):
+        if self._buffer.numel() < num_bytes:
             self.release()
-            free = available_memory()
-            if free is not None and num_bytes > free:
+            here = os.environ.get("LOCAL_WORLD_SIZE", "")
+            needed, free = num_bytes * (int(here) if here.isdecimal() else 1), available_memory()
+            if free is not None and needed > free:
                 raise NotEnoughSpace(
-                    f"an asynchronous save needs {format_size(num_bytes)} of host memory on this rank, "
+                    f"an asynchronous save needs {format_size(needed)} of host memory on this machine, "
                     f"{format_size(free)} are free",
                     hint="save with async_save=False, which needs none",
                 )
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if pinned and not self._is_registered and num_bytes:
+            done = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self._buffer.numel(), 0)
+            self._is_registered = int(done) == 0  # else copies are slower, and right
         return self._buffer[:num_bytes]
 
     def release(self) -> None:
         """Give the memory back."""
+        if self._is_registered:
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            self._is_registered = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
@@ -72,12 +88,10 @@ def snapshot(parts: Sequence[PartState], memory: HostMemory) -> list[PartState]:
     for tensor in pieces:
         starts.append(size)
         size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-    on_gpu = any(tensor.device.type == "cuda" for tensor in pieces)
-    buffer = memory.take(size, pinned=on_gpu)
+    devices = {tensor.device for tensor in pieces if tensor.device.type == "cuda"}
+    buffer = memory.take(size, pinned=bool(devices))
     copies = iter([_copy(tensor, buffer, start) for tensor, start in zip(pieces, starts, strict=True)])
-    if on_gpu:
-        torch.cuda.synchronize()
-    return [
+    taken = [
         replace(
             part,
             tensors={place: _replaced(tensor, copies) for place, tensor in part.tensors.items()},
@@ -85,12 +99,15 @@ def snapshot(parts: Sequence[PartState], memory: HostMemory) -> list[PartState]:
         )
         for part in parts
     ]
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return taken
 
 
 def _copy(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
     raw = buffer[start : start + tensor.numel() * tensor.itemsize]
     copied = raw.view(tensor.dtype).view(tensor.shape)
-    return copied.copy_(tensor.detach(), non_blocking=True)
+    return copied.copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
 
 
 def _replaced(tensor: LiveTensor, copies: Any) -> LiveTensor:

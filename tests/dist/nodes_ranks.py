@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,13 @@ def ranks_change_places(place: Path) -> Any:
     dist.barrier()
     disk = show(place, 1 - my_node())
     other = Job(2)
+    before = {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("fsdp-ckpt-")}
+    dist.barrier()
     report = load_state(disk / "run" / "step-1", **other.state())
+    dist.barrier()
     return {
         "right": other.bits(live=False) == job.bits(live=False), "rng": report.rng, "data": report.data,
-        "spilled": [name for name in os.listdir("/tmp") if name.startswith("fsdp-ckpt-") and not name.endswith(".so")],
+        "spilled": sorted(set(os.listdir(tempfile.gettempdir())) - before),
     }  # fmt: skip
 
 
@@ -189,6 +193,58 @@ def a_node_fails(place: Path) -> Any:
     other = Job(2)
     load_state(disk / "run" / "step-1", **other.state())
     return found | {"same": same, "previous": other.bits(live=False) == stored}
+
+
+@scenario(ranks=4)
+def a_node_fails_to_publish(place: Path) -> Any:
+    """The second node has put the new checkpoint in its place when the first one cannot."""
+    job = Job(1)
+    disk = show(place, my_node())
+    job.save(disk / "run" / "step-1")
+    stored = job.bits(live=False)
+    dist.barrier()
+    before = [tree(place / f"node{node}") for node in (0, 1)]
+    dist.barrier()
+    job.train()
+    broken = OSError(errno.EIO, "Input/output error")
+    with only(0, failing("fsdp_ckpt.store.publish.exchange", broken)):
+        found = attempt(lambda: job.save(disk / "run" / "step-1"))
+    dist.barrier()
+    same = [tree(place / f"node{node}") for node in (0, 1)] == before
+    dist.barrier()
+    with only(0, failing("fsdp_ckpt.store.publish.Staging._rename", broken)):
+        other = attempt(lambda: job.save(disk / "run" / "step-2"))
+    dist.barrier()
+    steps = [sorted(os.listdir(place / f"node{node}" / "run")) for node in (0, 1)]
+    again = Job(2)
+    load_state(disk / "run" / "step-1", **again.state())
+    return found | {
+        "same": same, "previous": again.bits(live=False) == stored, "other": other["kind"], "steps": steps,
+    }  # fmt: skip
+
+
+@scenario(ranks=4)
+def whole_files_are_pruned_everywhere(place: Path) -> Any:
+    job = Job(1, style="FULL_STATE_DICT")
+    disk = show(place, my_node())
+    options: Any = {"keep": 1, "durable": False, "state_dict_type": "FULL_STATE_DICT"}
+    with Checkpointer(disk / "run", **job.state(), **options) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    dist.barrier()
+    return [sorted(os.listdir(place / f"node{node}" / "run")) for node in (0, 1)]
+
+
+@scenario(ranks=4)
+def the_first_node_is_new(place: Path) -> Any:
+    job = Job(1)
+    disk = show(place, my_node())
+    job.save(disk / "run" / "step-1")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(place / "node0/run")
+    dist.barrier()
+    return attempt(lambda: Checkpointer(disk / "run", **Job(2).state()).resume())
 
 
 @scenario(ranks=4)

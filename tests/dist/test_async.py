@@ -28,8 +28,10 @@ def test_an_error_surfaces_on_every_rank(played: Path, how: str) -> None:
         assert rank["seconds"] < 20
         assert rank["again"] == "nothing", "the next save works"
         assert rank["stored"], "the newer values are others"
+        assert rank["unchanged"], "no file of the old one, and nothing hidden"
+        assert rank["previous"], "it loads"
         assert rank["newest"]
-        assert rank["files"], "and nothing is left"
+        assert rank["names"], "and nothing is left"
     assert found[0]["message"] == found[1]["message"]
 
 

@@ -55,6 +55,7 @@ def test_ranks_that_changed_places_get_their_shards_from_the_other_node(played: 
     for rank in outcomes(played, "ranks_change_places"):
         assert rank["right"]
         assert (rank["rng"], rank["data"]) == ("restored", "restored")
+        assert not [name for name in rank["spilled"] if name.startswith("fsdp-ckpt-")], "what was fetched is removed"
 
 
 def test_another_number_of_ranks_loads(played: Path) -> None:
@@ -102,3 +103,24 @@ def test_every_node_is_pruned_and_the_first_rank_decides_what_is_there(played: P
     for rank in outcomes(played, "every_node_is_pruned"):
         assert rank["left"] == [["step-2", "step-3"]] * 2
         assert rank["resumed"] == 2
+
+
+def test_a_failure_while_nodes_publish_takes_all_of_them_back(played: Path) -> None:
+    for rank in outcomes(played, "a_node_fails_to_publish"):
+        assert rank["kind"] == "RankFailed"
+        assert "Input/output error" in rank["message"]
+        assert rank["same"], "on both nodes, in every byte"
+        assert rank["previous"]
+        assert rank["other"] == "RankFailed"
+        assert rank["steps"][1] == ["step-1"], "what the second node had published of a new step is gone"
+
+
+def test_whole_state_dicts_are_pruned_on_all_nodes(played: Path) -> None:
+    for rank in outcomes(played, "whole_files_are_pruned_everywhere"):
+        assert rank == [["step-3"], ["step-3"]]
+
+
+def test_resuming_does_not_begin_anew_when_only_the_first_node_is(played: Path) -> None:
+    for rank in outcomes(played, "the_first_node_is_new"):
+        assert rank["kind"] == "IncompleteCheckpoint"
+        assert "of rank 2" in rank["message"]

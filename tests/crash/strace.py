@@ -24,7 +24,10 @@ CALLS = (
     "write", "pwrite64", "fsync", "fdatasync", "sync_file_range", "ftruncate", "openat", "mkdir", "rename", "renameat2",
     "unlink", "unlinkat", "rmdir", "chmod", "sendfile", "copy_file_range", "flock", "ioctl", "getdents64",
 )  # fmt: skip
-BY_FILE = {"pwrite64", "rename", "fsync", "fdatasync", "ftruncate", "sync_file_range", "copy_file_range"}
+BY_FILE = {
+    "pwrite64", "rename", "fsync", "fdatasync", "ftruncate", "sync_file_range", "copy_file_range", "unlink", "unlinkat",
+    "rmdir",
+}  # fmt: skip
 """Calls that the interpreter itself never makes, so that their number says enough."""
 
 
@@ -80,6 +83,7 @@ def watch(arguments: list[str], where: Path, log: Path) -> list[Point]:
     assert done.code == 0, done.err
     points: list[Point] = []
     counts: Counter[tuple[str, str, str]] = Counter()
+    made = ""
     for line in log.read_text(errors="replace").splitlines():
         match = re.match(r"(\d+) +(\w+)\((.*)", line)
         if match is None or match[2] not in CALLS:
@@ -88,7 +92,8 @@ def watch(arguments: list[str], where: Path, log: Path) -> list[Point]:
         described = re.findall(r"\d<(/[^>]*)>", match[3])
         counts[match[1], match[2], ""] += 1
         inside = [name for name in [*quoted, *described] if name.startswith(str(where))]
-        path = next((name for name in inside if not name.endswith(".part")), "")
+        made = made or next((name for name in inside if match[2] == "mkdir" and _HIDDEN.search(name)), "")
+        path = next((name for name in inside if not name.endswith(".part") and _has_fixed_name(name, made)), "")
         if path:
             counts[match[1], match[2], path] += 1
         elif not inside or match[2] not in BY_FILE:
@@ -96,6 +101,14 @@ def watch(arguments: list[str], where: Path, log: Path) -> list[Point]:
         if " = -1 E" not in line:  # a call that fails anyhow (a folder that is there) tells nothing
             points.append(Point(match[2], path, counts[match[1], match[2], path]))
     return list(dict.fromkeys(points))
+
+
+_HIDDEN = re.compile(r"/\.[^/]*\.fsdp-ckpt-[0-9a-f]+")
+
+
+def _has_fixed_name(path: str, made: str) -> bool:
+    """Tell whether a path is called the same in every run; what is set aside to be removed is not."""
+    return _HIDDEN.search(path) is None or bool(made and path.startswith(made))
 
 
 def strike(fault: Fault, arguments: list[str], log: Path) -> tuple[Result, bool]:

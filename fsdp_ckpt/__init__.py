@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
     from fsdp_ckpt.ops.view import CheckpointView, open_checkpoint
+    from fsdp_ckpt.train.background import PendingSave
     from fsdp_ckpt.train.checkpointer import Checkpointer
     from fsdp_ckpt.train.dcp_reader import FastFileSystemReader
     from fsdp_ckpt.train.dcp_writer import FastFileSystemWriter
@@ -41,6 +42,7 @@ __all__ = [
     "LoadReport",
     "MergeOptions",
     "MergeReport",
+    "PendingSave",
     "Preemption",
     "SaveReport",
     "__version__",
@@ -76,6 +78,7 @@ _HOMES = {
     "FastFileSystemWriter": "train.dcp_writer",
     "Hooks": "train.hooks",
     "LoadReport": "train.load",
+    "PendingSave": "train.background",
     "Preemption": "train.preemption",
     "SaveReport": "train.save",
     "get_state_dict": "train.export",

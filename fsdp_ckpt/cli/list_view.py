@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show_list"]
 
-_STYLES = {"complete": "green", "incomplete": "bold red", "damaged": "bold red"}
+_STYLES = {"complete": "green", "incomplete": "bold red", "model only": "yellow", "damaged": "bold red"}
 _MAX_NAME = 30
 _MAX_VALUES = 3
 

@@ -146,7 +146,8 @@ class TrainView:
         ranks = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
         text = f"{format_count(event.num_params)} parameters, {ranks}"
         if event.resumed_from is None:
-            return text
+            anew = f"; no checkpoint in {self._options.folder}: step 1 comes next" if self._options.resume else ""
+            return f"{text}{anew}"
         saved_by = f", saved by {event.saved_world_size}" if event.saved_world_size else ""
         return f"{text}; resumed from {event.resumed_from}{saved_by}: step {event.first_step} comes next"
 

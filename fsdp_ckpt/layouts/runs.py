@@ -6,7 +6,8 @@ import os
 import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from fsdp_ckpt.errors import CheckpointNotFound, UsageError
@@ -108,9 +109,15 @@ def iter_checkpoints(folder: Path) -> Iterator[RunCheckpoint]:
     Args:
         folder: As ``run_path`` returns it; it has to exist.
     """
-    for step, path in _places(folder):
+    places = _places(folder)
+    verdict_of = lru_cache(maxsize=None)(judge)
+    for step, path in places:
         num_bytes, written_s = _measure(path)
-        verdict = judge(path)
+        verdict = verdict_of(path)
+        is_bare = verdict.state is State.COMPLETE and not verdict.has_optimizer and verdict.layout != OWN_LAYOUT
+        if is_bare and any(verdict_of(other).has_optimizer for _, other in places):
+            why = "holds no optimizer, which others of this run do"
+            verdict = replace(verdict, state=State.MODEL_ONLY, why=why)
         yield RunCheckpoint(
             step=step,
             path=path,
@@ -145,8 +152,8 @@ def latest_complete(folder: str | os.PathLike[str]) -> Path | None:
         PosixPath('run/step-1000')
     """
     path = run_path(folder)
-    places = _places(path) if path.is_dir() else []
-    return next((place for _, place in places if judge(place).state is State.COMPLETE), None)
+    found = iter_checkpoints(path) if path.is_dir() else iter(())
+    return next((item.path for item in found if item.state is State.COMPLETE), None)
 
 
 Seen = dict[str, tuple[tuple[int, int, int], Verdict]]

@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_ckpt.catalog import Problem, Severity
-from fsdp_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, FsdpCkptError, IncompleteCheckpoint, UnknownLayout
+from fsdp_ckpt.catalog import Problem, Role, Severity
+from fsdp_ckpt.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    FsdpCkptError,
+    IncompleteCheckpoint,
+    MalformedFile,
+    UnknownLayout,
+)
 from fsdp_ckpt.layouts.composite import looks_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.elsewhere import rank_of
@@ -36,6 +43,9 @@ class State(StrEnum):
     """Everything is there."""
     INCOMPLETE = "incomplete"
     """Something is missing or cut off, or nothing that is known was ever there."""
+    MODEL_ONLY = "model only"
+    """Whole as far as it goes, but without the optimizer that other checkpoints of its run have: weights that were
+    merged or exported to there, or a checkpoint of another tool that was cut off between two files."""
     DAMAGED = "damaged"
     """What is there contradicts itself, or cannot be read."""
 
@@ -50,6 +60,7 @@ class Verdict:
         layout: ``fsdp-ckpt`` for one with our manifest, else its dialect; None when it holds nothing that is known.
         written_s: When our manifest says that it was written, Unix time in seconds; None without one.
         values: Numbers and texts that were saved with it: ours, or what the Trainer logged at this step.
+        has_optimizer: Whether an optimizer was saved with it.
         node: Whether it is ours and lacks nothing but the files of ranks of which nothing is here, as on each node
             where nodes saved to disks of their own. It is incomplete, but none of it was lost here.
     """
@@ -59,6 +70,7 @@ class Verdict:
     layout: str | None = None
     written_s: float | None = None
     values: Mapping[str, object] = field(default_factory=dict)
+    has_optimizer: bool = False
     node: bool = False
 
 
@@ -111,7 +123,15 @@ def _judge_own(folder: Folder) -> Verdict:
         written_s = created.timestamp()
     except (ValueError, OverflowError):
         written_s = None
-    return Verdict(state=state, why=why, layout=OWN_LAYOUT, written_s=written_s, values=manifest.values, node=node)
+    return Verdict(
+        state=state,
+        why=why,
+        layout=OWN_LAYOUT,
+        written_s=written_s,
+        values=manifest.values,
+        has_optimizer=bool(manifest.optimizers),
+        node=node,
+    )
 
 
 def _is_of_node(manifest: Manifest, problems: Sequence[Problem]) -> bool:
@@ -145,7 +165,13 @@ def _judge_foreign(folder: Folder, path: Path) -> Verdict:
         state = State.COMPLETE
         if not any(part.tensors for part in found.parts):
             state, why = State.INCOMPLETE, "it holds no tensors"
-    return Verdict(state=state, why=why, layout=found.layout, values=_trainer_values(folder))
+    return Verdict(
+        state=state,
+        why=why,
+        layout=found.layout,
+        values=_trainer_values(folder),
+        has_optimizer=any(part.role is Role.OPTIMIZER for part in found.parts),
+    )
 
 
 def _first_of(problems: Sequence[Problem]) -> str:
@@ -161,10 +187,14 @@ def _trainer_values(folder: Folder) -> Mapping[str, object]:
     """Return what the Trainer logged at the step of its checkpoint (``eval_loss`` and the like)."""
     if "trainer_state.json" not in folder.files:
         return {}
+    data = folder.store.read("trainer_state.json")
     try:
-        state = json.loads(folder.store.read("trainer_state.json"))
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFile(f"trainer_state.json: broken: {error}") from None
+    try:
         step, logged = state["global_step"], state["log_history"]
         entries = [entry for entry in logged if isinstance(entry, dict) and entry.get("step") == step]
-    except (ValueError, KeyError, TypeError, RecursionError, FsdpCkptError):
+    except (KeyError, TypeError):
         return {}
     return {name: value for entry in entries for name, value in entry.items() if name != "step"}

@@ -33,7 +33,7 @@ class ListedCheckpoint:
         path: The folder.
         age_s: Seconds since it was written.
         num_bytes: Size of its files.
-        state: ``complete``, ``incomplete`` or ``damaged``.
+        state: ``complete``, ``incomplete``, ``model only`` or ``damaged``.
         why: What is wrong, and with which file; empty when it is whole.
         layout: ``fsdp-ckpt`` for one with our manifest, else its dialect; None when it holds nothing that is known.
         own: Whether it has our manifest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -11,12 +12,14 @@ from pathlib import Path
 
 from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES
+from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
 from fsdp_ckpt.layouts.runs import Leftover, RunCheckpoint, RunFolder, read_run
 from fsdp_ckpt.layouts.verdict import State
 from fsdp_ckpt.ops.list_run import read_run_deep
 from fsdp_ckpt.plan.retention import Retention, choose_kept
 from fsdp_ckpt.run.progress import Listener
-from fsdp_ckpt.store.leftovers import remove_folder, remove_leftovers
+from fsdp_ckpt.store.leftovers import is_staging, remove_folder, remove_leftovers
+from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = ["KeptCheckpoint", "PruneReport", "PrunedFolder", "SparedFolder", "prune_run"]
 
@@ -141,6 +144,7 @@ def prune_run(
     kept: list[KeptCheckpoint] = []
     spared: list[SparedFolder] = []
     going: list[tuple[RunCheckpoint, str]] = []
+    _refuse_unknown_metrics(rule, run)
     reasons = {series: choose_kept(rule, values) for series, values in _whole_series(run).items()}
     for item in run.checkpoints:
         here = reasons.get(_series(item), {})
@@ -171,6 +175,27 @@ def prune_run(
         failed=failed,
         freed_bytes=sum(item.num_bytes for item in removed),
     )
+
+
+def _refuse_unknown_metrics(rule: Retention, run: RunFolder) -> None:
+    """A metric that no checkpoint has is a slip, and would keep none of them.
+
+    Raises:
+        UsageError: There is one.
+    """
+    known = {
+        name
+        for item in run.checkpoints
+        for name, value in item.values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+    for best in rule.keep_best:
+        if best.metric not in known:
+            have = ", ".join(sorted(known)) or "none"
+            raise UsageError(
+                f"no checkpoint in `{run.path}` has a number called `{best.metric}`: nothing was removed",
+                hint=f"numbers that they have: {have}",
+            )
 
 
 def _newest_whole(run: RunFolder) -> RunCheckpoint:
@@ -206,13 +231,25 @@ def _obstacle(item: RunCheckpoint) -> str | None:
         return "a link: neither followed nor removed"
     if not _PLAIN.fullmatch(item.path.name):
         return "its name says more than a step (step-N, checkpoint-N): remove it yourself"
-    if item.is_own:
-        return None
-    stranger = _stranger(item.path)
+    stranger = _stranger_to_manifest(item.path) if item.is_own else _stranger(item.path)
     if stranger is not None:
         return f"holds `{stranger}`, which is no part of a checkpoint: remove it yourself"
     if item.layout is None and any(item.path.iterdir()):
         return "holds nothing that is known as a checkpoint"
+    return None
+
+
+def _stranger_to_manifest(folder: Path) -> str | None:
+    """Return something in a checkpoint of ours that its manifest does not list."""
+    manifest = read_manifest(Folder(LocalStore(folder)))
+    listed = set(manifest.files) | {MANIFEST} if manifest else set()
+    for place, folders, files in os.walk(folder):
+        for name in sorted(folders + files):
+            path = Path(place, name)
+            inner = str(path.relative_to(folder))
+            is_known = any(file.startswith(f"{inner}/") for file in listed) if name in folders else inner in listed
+            if path.is_symlink() or not (is_known or is_staging(name)):
+                return inner
     return None
 
 

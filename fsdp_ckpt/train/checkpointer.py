@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from fsdp_ckpt.errors import (
+    CheckpointNotFound,
     ChecksumMismatch,
     IncompleteCheckpoint,
     MalformedFile,
@@ -22,6 +24,7 @@ from fsdp_ckpt.errors import (
 )
 from fsdp_ckpt.layouts.composite import looks_composite
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
+from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.layouts.runs import Seen, own_values
 from fsdp_ckpt.plan.retention import Retention, choose_kept
@@ -104,6 +107,7 @@ class Checkpointer:
     ) -> None:
         self._retention = Retention.of(keep, keep_every, keep_best)
         self._seen: Seen = {}
+        self._warned: set[str] = set()
         self.folder = local_path(folder)
         self.keep = keep
         self._state: dict[str, Any] = {
@@ -162,6 +166,7 @@ class Checkpointer:
         if number is None or number < 0:
             raise UsageError(f"step {step}: steps count from 0")
         step = number
+        self._warn_of_metrics(values or {})
         hooks = self._state["hooks"]
         check_hooks(hooks)
         prune = [] if self._retention is None else [_Prune(self)]
@@ -199,7 +204,9 @@ class Checkpointer:
         for place in found:
             try:
                 report = load_state(place, strict=strict, **{**self._state, **options})
-            except (IncompleteCheckpoint, ChecksumMismatch, MalformedFile, UnknownLayout) as error:
+            except (IncompleteCheckpoint, ChecksumMismatch, MalformedFile, UnknownLayout, CheckpointNotFound) as error:
+                if isinstance(error, CheckpointNotFound) and ranks.from_first((Path(place) / MANIFEST).is_file, doing):
+                    raise  # one of ours that is whole, and holds less than was asked for
                 passed.append(f"{Path(place).name}: {error}")
                 if ranks.is_first:
                     _log.warning("passed over %s: %s", place, error)
@@ -223,6 +230,9 @@ class Checkpointer:
         mine: list[str] = []
         with ranks.together(doing):
             mine = [str(path) for _, path in self._candidates()]
+            if ranks.is_first and self.folder.is_dir():
+                with suppress(OSError):  # what cannot be removed is in nobody's way
+                    remove_leftovers(self.folder)
         rows = ranks.gather_all((platform.node(), mine), doing)
         host, found = rows[0]
         having = [(rank, other) for rank, (other, theirs) in enumerate(rows) if theirs]
@@ -236,6 +246,8 @@ class Checkpointer:
 
     def _candidates(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
+            if self.folder.exists():
+                raise UsageError(f"`{self.folder}` is a file", hint="a run needs a folder")
             return []
         recover_replaced(self.folder)
         found = list_checkpoints(self.folder)
@@ -246,6 +258,19 @@ class Checkpointer:
                 hint=f"Checkpointer({str(self.folder.parent)!r}, …), or load_state({str(self.folder)!r}, …)",
             )
         return found
+
+    def _warn_of_metrics(self, values: Mapping[str, Any]) -> None:
+        """Say once when a number is missing by which checkpoints are to be kept."""
+        for best in self._retention.keep_best if self._retention is not None else ():
+            value = values.get(best.metric)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number and best.metric not in self._warned:
+                self._warned.add(best.metric)
+                _log.warning(
+                    "keep_best: the values= of this save have no number called %s (but: %s): it cannot be the best",
+                    best.metric,
+                    ", ".join(values) or "nothing",
+                )
 
     def _unkept(self, step: int) -> list[int]:
         """Return the steps of our checkpoints up to one that no rule keeps, when that one is in its place."""

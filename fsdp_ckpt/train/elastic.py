@@ -9,10 +9,12 @@ end torchrun, is passed on as well, and waits for the ranks without a limit.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -33,6 +37,7 @@ def main() -> int:
     # Its report of a failure is 30 lines without the traceback, which the rank has printed already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    _stop_with_parent()
     started = _note_starts()
     signal.signal(signal.SIGUSR1, lambda number, _: _pass_on(started, number))
     try:
@@ -42,6 +47,12 @@ def main() -> int:
     except SignalException as error:
         return _code_of_all(started) or 128 + int(error.sigval)
     return 0
+
+
+def _stop_with_parent() -> None:
+    """Ask for SIGTERM when the process that started this one dies, SIGKILL included (Linux): ranks save and stop."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _note_starts() -> list[PContext]:

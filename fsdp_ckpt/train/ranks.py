@@ -192,6 +192,13 @@ class Ranks:
     def _talking(self, doing: str) -> Iterator[None]:
         try:
             yield
+        except ValueError as error:
+            if "is not registered" not in str(error):
+                raise
+            raise RankFailed(
+                f"{doing}: torch.distributed was shut down meanwhile",
+                hint="call wait() or close() before torch.distributed.destroy_process_group()",
+            ) from error
         except RuntimeError as error:  # also dist.DistError: a peer closed its connection, or time ran out
             raise RankFailed(
                 f"{doing}: rank {self.rank} lost touch with the other ranks: {_first_line(error)}",

@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp_ckpt.errors import UsageError
+from fsdp_ckpt.errors import FsdpCkptError, UsageError
 from fsdp_ckpt.train.background import PendingSave, background_ranks, finish_pending, host_memory, start_save
 from fsdp_ckpt.train.commit import commit
 from fsdp_ckpt.train.destination import local_path
@@ -165,7 +165,11 @@ def save_state(
         >>> save_state("run/step-100", model, optimizer, scheduler, step=100)  # doctest: +SKIP
     """
     begun = time.monotonic()
-    finish_pending()
+    try:
+        finish_pending()
+    except FsdpCkptError as error:
+        error.hint = f"{f'{error.hint}; ' if error.hint else ''}the save of {path} was not begun: call it again"
+        raise
     ranks = Ranks(process_group)
     ranks.refuse_strangers()
     target = os.fspath(path).removeprefix("file://")

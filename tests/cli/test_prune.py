@@ -287,9 +287,28 @@ def test_links_in_a_checkpoint_of_ours_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "home/thesis.tex").write_text("mine")
     many(tmp_path / "run", 1, 2)
     (tmp_path / "run/step-1/also").symlink_to(tmp_path / "home")
-    run("prune", tmp_path / "run", "--keep", "1")
-    assert steps(tmp_path / "run") == ["step-2"]
+    result = run("prune", tmp_path / "run", "--keep", "1")
+    assert steps(tmp_path / "run") == ["step-1", "step-2"], "it holds something that no save put there"
+    assert "`also`" in result.out
     assert (tmp_path / "home/thesis.tex").read_text() == "mine"
+
+
+def test_files_of_yours_in_a_checkpoint_of_ours_keep_it(tmp_path: Path) -> None:
+    many(tmp_path / "run", 1, 2, 3)
+    (tmp_path / "run/step-1/mine").mkdir()
+    (tmp_path / "run/step-1/mine/thesis.tex").write_text("mine")
+    result = run("prune", tmp_path / "run", "--keep", "1")
+    assert result.code == 0
+    assert steps(tmp_path / "run") == ["step-1", "step-3"]
+    assert "`mine`" in result.out
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing(tmp_path: Path) -> None:
+    many(tmp_path / "run", 1, 2, 3)
+    result = run("prune", tmp_path / "run", "--keep", "1", "--keep-best", "eval_los:min")
+    assert result.code == 2
+    assert "eval_los" in result.err
+    assert steps(tmp_path / "run") == ["step-1", "step-2", "step-3"]
 
 
 def test_a_run_folder_that_is_a_link_is_the_folder(tmp_path: Path) -> None:

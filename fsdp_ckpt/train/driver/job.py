@@ -62,12 +62,12 @@ class Job:
 
 
 class _Log(Hooks):
-    """Notes saves in the log, which the first rank has."""
+    """Notes saves in the log, which the first rank has, when they are in their places."""
 
     def __init__(self, log: LogWriter | None) -> None:
         self._log = log
 
-    def after_save(self, report: SaveReport) -> None:
+    def after_commit(self, report: SaveReport) -> None:
         if self._log is None:
             return
         self._log.append(

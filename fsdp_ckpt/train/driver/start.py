@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_ckpt.errors import CheckpointNotFound, DestinationExists
+from fsdp_ckpt.errors import CheckpointNotFound, DestinationExists, UsageError
+from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.train.driver.options import AUTO, TrainOptions
 
@@ -34,6 +35,11 @@ def settle_options(folder: str | os.PathLike[str], given: Mapping[str, Any]) -> 
         CheckpointNotFound: The checkpoint to resume from is not there.
     """
     path = Path(folder)
+    if (path / MANIFEST).is_file():
+        raise UsageError(
+            f"`{path}` is a checkpoint, not the folder of a run",
+            hint=f"fsdp-ckpt train {path.parent} --resume {path}",
+        )
     values = {name: value for name, value in given.items() if value is not None}
     resume = values.get("resume")
     if resume is None and path.is_dir() and list_checkpoints(path):

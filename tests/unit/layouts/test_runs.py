@@ -116,18 +116,31 @@ def test_without_a_time_zone_it_is_utc(tmp_path: Path, new_york: None) -> None:
 
 
 def test_a_foreign_checkpoint_is_judged_by_its_own_rules(tmp_path: Path) -> None:
-    shutil.copytree(DCP, tmp_path / "step-100")
-    shutil.copytree(TITAN / "step-10", tmp_path / "step-200")
-    shutil.copytree(HF / "hf", tmp_path / "checkpoint-300")
-    trainer(tmp_path, 400)
-    found = read_run(tmp_path).checkpoints
+    shutil.copytree(DCP, tmp_path / "a/step-100")
+    shutil.copytree(TITAN / "step-10", tmp_path / "b/step-200")
+    shutil.copytree(HF / "hf", tmp_path / "c/checkpoint-300")
+    trainer(tmp_path / "d", 400)
+    found = [read_run(tmp_path / name).checkpoints[0] for name in "dcba"]
     assert [item.step for item in found] == [400, 300, 200, 100]
     assert [item.state for item in found] == ["complete"] * 4, [item.why for item in found]
     assert not any(item.is_own for item in found)
     assert all(item.layout for item in found)
     assert found[0].layout == "trainer"
     assert found[3].num_bytes == sum(path.stat().st_size for path in DCP.iterdir())
-    assert found[3].written_s == max(path.stat().st_mtime for path in (tmp_path / "step-100").iterdir())
+    assert found[3].written_s == max(path.stat().st_mtime for path in (tmp_path / "a/step-100").iterdir())
+
+
+def test_weights_alone_are_not_the_newest_checkpoint_of_a_run_with_optimizers(tmp_path: Path) -> None:
+    """Weights that were merged to there, or a checkpoint of another tool that was cut off between two files."""
+    shutil.copytree(TITAN / "step-10", tmp_path / "step-10")
+    shutil.copytree(HF / "hf", tmp_path / "step-20")
+    own(tmp_path, 5)
+    found = {item.step: item for item in read_run(tmp_path).checkpoints}
+    assert [found[step].state for step in (5, 10, 20)] == ["complete", "complete", "model only"]
+    assert "no optimizer" in found[20].why
+    assert latest_complete(tmp_path) == tmp_path / "step-10"
+    shutil.rmtree(tmp_path / "step-10")
+    assert latest_complete(tmp_path) == tmp_path / "step-20", "where no other has one, that is how they are saved"
 
 
 def test_a_foreign_save_that_was_cut_off(tmp_path: Path) -> None:
@@ -192,7 +205,14 @@ def test_what_the_trainer_logged_at_that_step(tmp_path: Path) -> None:
     assert only(tmp_path).values == {"loss": 0.5, "eval_loss": 0.25}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 10**5, '{"global_step": 20, "log_history": [1, null]}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[" * 10**5])
+def test_a_trainer_state_that_is_no_json_is_damage(tmp_path: Path, text: str) -> None:
+    (trainer(tmp_path, 20) / "trainer_state.json").write_text(text)
+    assert only(tmp_path).state == "damaged"
+    assert "trainer_state.json" in only(tmp_path).why
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"global_step": 20, "log_history": [1, null]}', "null"])
 def test_a_broken_trainer_state_has_no_values(tmp_path: Path, text: str) -> None:
     (trainer(tmp_path, 20) / "trainer_state.json").write_text(text)
     assert (only(tmp_path).state, only(tmp_path).values) == ("complete", {})

@@ -138,7 +138,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert _ranks_are_gone(tmp_path)
 
 
-def test_sigterm_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["TERM", "KILL"])
+def test_signals_that_end_it_make_the_ranks_save(signal_number: int, code: int, tmp_path: Path) -> None:
+    """Also one of which it never hears: the ranks would go on, beside those of the next start."""
     job = subprocess.Popen(
         [TOOL, "train", "run", "--steps", "100000", "--cpu"], cwd=tmp_path, env=environment(),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -148,13 +150,13 @@ def test_sigterm_saves(tmp_path: Path) -> None:
         while "stepped" not in _text(tmp_path / "run" / "log.jsonl"):
             assert time.monotonic() < limit, "no step was ever done"
             time.sleep(0.1)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=60) == 143
+        job.send_signal(signal_number)
+        assert job.wait(timeout=60) == code
     finally:
         job.kill()
         job.wait()
-    assert list((tmp_path / "run").glob("step-*"))
     assert _ranks_are_gone(tmp_path)
+    assert list((tmp_path / "run").glob("step-*"))
 
 
 def _text(path: Path) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "SHARE_ALIGNMENT", "clone_range", "exchange", "fsync_folder", "preallocate", "read_into", "start_writeback",
-    "write_all",
+    "SHARE_ALIGNMENT", "clone_range", "exchange", "fsync_folder", "is_cached", "preallocate", "read_into",
+    "start_writeback", "write_all",
 ]  # fmt: skip
 
 SHARE_ALIGNMENT = 4096
@@ -40,6 +40,14 @@ def read_into(fd: int, view: memoryview, position: int) -> int:
             break
         have += got
     return have
+
+
+def is_cached(fd: int, position: int) -> bool:
+    """Tell whether a byte of a file lies in memory (Linux preadv2, RWF_NOWAIT); False where that cannot be told."""
+    try:
+        return os.preadv(fd, [bytearray(1)], position, os.RWF_NOWAIT) == 1
+    except (AttributeError, OSError):
+        return False
 
 
 def write_all(fd: int, view: memoryview | bytes, position: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_ckpt.train.load as load_module
+import fsdp_ckpt.train.reader as reader_module
 from fsdp_ckpt import load_state, save_state
 from fsdp_ckpt.errors import ChecksumMismatch
 from fsdp_ckpt.train.reader import threads_per_rank
@@ -62,9 +64,30 @@ def test_damage_is_found_by_any_thread_before_anything_changes(
     assert all(map(torch.equal, before, other.parameters()))
 
 
+@pytest.mark.parametrize(("is_warm", "expected"), [(True, 0), (False, 2)])
+def test_one_thread_becomes_two_where_files_are_on_disk(
+    is_warm: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = net(1), net(2)
+    save_state(tmp_path / "ckpt", model)
+    pools: list[int] = []
+    real = ThreadPoolExecutor
+
+    def note(count: int, *arguments: Any) -> Any:
+        pools.append(count)
+        return real(count, *arguments)
+
+    monkeypatch.setattr(load_module, "threads_per_rank", lambda _: 1)
+    monkeypatch.setattr(reader_module, "is_cached", lambda _fd, _position: is_warm)
+    monkeypatch.setattr(reader_module, "ThreadPoolExecutor", note)
+    load_state(tmp_path / "ckpt", other)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert set(pools) == ({expected} if expected else set())
+
+
 def test_threads_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert [threads_per_rank(ranks) for ranks in (1, 8, 12, 24, 999)] == [4, 3, 2, 2, 2]
+    assert [threads_per_rank(ranks) for ranks in (1, 8, 12, 24, 999)] == [4, 3, 2, 1, 1]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert threads_per_rank(4096) == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks import report, shared, state
 from benchmarks.budgets import judge
 from benchmarks.cases import CASES, Settings
-from benchmarks.compare import compare
+from benchmarks.compare import Comparison, compare
 from benchmarks.machine import describe
 from benchmarks.measure import CommandFailedError
 from fsdp_ckpt.errors import UsageError
@@ -35,26 +35,32 @@ def main() -> int:
         os.environ["TMPDIR"] = folder  # whatever a command leaves in the folder for temporary files goes with ours
         settings = Settings(work=work, size_bytes=args.size, rounds=args.rounds, chunks=tuple(args.chunks))
         machine = describe(work)
-        results = {}
-        try:
-            for name in names:
-                if name in state.KINDS:
-                    results[name] = state.play(name, settings, tell=_tell)
-                elif name in shared.KINDS:
-                    found = shared.play(name, settings, log=work / "log", tell=_tell)
-                    results |= {} if found is None else {name: found}
-                else:
-                    results[name] = compare(CASES[name](settings), log=work / "log", tell=_tell)
-        except CommandFailedError as error:
-            _tell(f"{error}")
-            return 1
+        results: dict[str, Comparison] = {}
+        failed = False
+        for name in names:
+            try:
+                found = _play(name, settings)
+            except CommandFailedError as error:
+                _tell(f"{error}")
+                failed = True
+            else:
+                results |= {} if found is None else {name: found}
     budgets = judge(results, settings.chunks)
     if args.json:
         report.write(args.json, report.to_json(machine, results, budgets))
     if args.write_docs:
         report.write(args.write_docs, report.to_markdown(machine, results, budgets))
     report.show(machine, results, budgets)
-    return 1 if any(series.problem for result in results.values() for series in result.series) else 0
+    return 1 if failed or any(series.problem for result in results.values() for series in result.series) else 0
+
+
+def _play(name: str, settings: Settings) -> Comparison | None:
+    log = settings.work / "log"
+    if name in state.KINDS:
+        return state.play(name, settings, tell=_tell)
+    if name in shared.KINDS:
+        return shared.play(name, settings, log=log, tell=_tell)
+    return compare(CASES[name](settings), log=log, tell=_tell)
 
 
 def _parser() -> argparse.ArgumentParser:

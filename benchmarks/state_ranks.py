@@ -207,11 +207,21 @@ class Bench:
         if hasattr(result, "wait"):
             result.wait()
         peak = _memory("VmHWM")
+        self._forget(name)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, (wall_s, cpu_s, max(peak - before - self._yields(name), 0)))
         self._kept = None
         walls, cpus, extras = zip(*every, strict=True)
         return max(walls), sum(cpus), max(extras)
+
+    def _forget(self, name: str) -> None:
+        """Remove what no later operation reads."""
+        dist.barrier()
+        folders = {state.ASYNC: "async", state.SAVE_NO_FSYNC: "fast", state.SAVE_MODEL: "model"}
+        if name in folders and dist.get_rank() == 0:
+            shutil.rmtree(self.folder / folders[name])
+        if name == state.DD:
+            (self.folder / f"zeros-{dist.get_rank()}").unlink()
 
     def clean(self) -> None:
         """Remove what the last round wrote, and let the disk come to rest."""

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,9 +60,17 @@ def play(name: str, settings: Settings, *, log: Path, tell: Callable[[str], None
 
 
 def _used(disk: Path) -> int:
-    os.sync()
-    status = os.statvfs(disk)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
+    """Return the bytes in use, once they no longer change: file systems free blocks in the background."""
+    before = -1
+    for _ in range(40):
+        os.sync()
+        status = os.statvfs(disk)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        if used == before:
+            break
+        before = used
+        time.sleep(1)
+    return used
 
 
 @contextmanager

@@ -199,7 +199,13 @@ class StateMismatch(Incompatible):
 
 
 class RankFailed(FsdpCkptError, RuntimeError):
-    """A rank raised, died or fell silent; every rank that is left raises this."""
+    """A rank raised, died or fell silent; every rank that is left raises this.
+
+    Attributes:
+        has_lost_touch: Whether this rank no longer hears the others, so that it is not known how far they came.
+    """
+
+    has_lost_touch = False
 
 
 class Vetoed(FsdpCkptError, RuntimeError):

@@ -97,7 +97,11 @@ class Staging:
                     remove_if_idle(other)
             self._lock = self._acquire(shared=shared)
             if not (resume or shared):
-                self._clear()
+                try:
+                    self._clear()
+                except BaseException:  # nobody else can give the lock back
+                    self.discard()
+                    raise
         except DestinationExists:
             raise
         except OSError as error:

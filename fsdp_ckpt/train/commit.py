@@ -20,7 +20,7 @@ from fsdp_ckpt.train.destination import check_replaceable
 from fsdp_ckpt.train.files import FileFacts, write_file
 from fsdp_ckpt.train.parts import write_part
 from fsdp_ckpt.train.places import find_leaders, is_visible
-from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.ranks import Ranks, has_lost_touch
 from fsdp_ckpt.train.save_plan import SaveJob
 
 __all__ = ["commit"]
@@ -162,8 +162,9 @@ def _finish_everywhere(
                 one.publish(durable=durable, keep_old=True)
                 published.append(one)
         ranks.from_first(lambda: staging[0].publish(durable=durable, keep_old=True), doing)
-    except BaseException:
-        for one in published:
+    except BaseException as error:
+        # Where nobody knows whether the first rank has published, what is in its place stays there.
+        for one in () if has_lost_touch(error) else published:
             one.take_back()
         raise
     for one in staging:

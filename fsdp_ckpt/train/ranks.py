@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdp_ckpt import errors
 from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch, UnsafePickle, UsageError
 
-__all__ = ["Failure", "Ranks"]
+__all__ = ["Failure", "Ranks", "has_lost_touch"]
 
 T = TypeVar("T")
 Failure = dict[str, Any]
@@ -195,15 +195,26 @@ class Ranks:
         except ValueError as error:
             if "is not registered" not in str(error):
                 raise
-            raise RankFailed(
+            raise _lost_touch(
                 f"{doing}: torch.distributed was shut down meanwhile",
-                hint="call wait() or close() before torch.distributed.destroy_process_group()",
+                "call wait() or close() before torch.distributed.destroy_process_group()",
             ) from error
         except RuntimeError as error:  # also dist.DistError: a peer closed its connection, or time ran out
-            raise RankFailed(
+            raise _lost_touch(
                 f"{doing}: rank {self.rank} lost touch with the other ranks: {_first_line(error)}",
-                hint="a rank died or hangs: look for the first error in the logs of all ranks",
+                "a rank died or hangs: look for the first error in the logs of all ranks",
             ) from error
+
+
+def _lost_touch(message: str, hint: str) -> RankFailed:
+    error = RankFailed(message, hint=hint)
+    error.has_lost_touch = True
+    return error
+
+
+def has_lost_touch(error: BaseException) -> bool:
+    """Tell whether an error says that others may be dead or may go on, so that it is not known how far they came."""
+    return isinstance(error, RankFailed) and error.has_lost_touch
 
 
 def _raise(agreed: FsdpCkptError, own: BaseException | None) -> NoReturn:

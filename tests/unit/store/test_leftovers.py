@@ -130,3 +130,18 @@ def test_what_is_not_put_back(why: str, tmp_path: Path) -> None:
         os.close(lock)
         recover_replaced(tmp_path)
         assert content(tmp_path / "step-5") == {"old": "0"}
+
+
+def test_an_error_while_room_is_made_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Staging) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "_clear", fail)
+        with pytest.raises(OSError, match="No space left"):
+            Staging(tmp_path / "out", "ab12")
+    assert names(tmp_path) == []
+    staging = Staging(tmp_path / "out", "ab12")
+    write(staging, new="1")
+    staging.publish()
+    assert content(tmp_path / "out") == {"new": "1"}

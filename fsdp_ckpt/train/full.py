@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def write_full(
             return writer[0].finish(durable=durable) if writer else None
     finally:
         for one in writer:
-            one.close()
+            with suppress(OSError):  # of a file that is finished, or given up
+                one.close()
 
 
 def _refuse_changed(place: KeyPath, value: Any) -> None:
@@ -160,10 +162,14 @@ class _Writer:
             write_all(self._fd, data, position)
         if durable:
             os.fsync(self._fd)
-        return self._layout.size, checksum_range(self._fd, 0, self._layout.size)
+        found = self._layout.size, checksum_range(self._fd, 0, self._layout.size)
+        self.close()  # here its errors reach all ranks
+        return found
 
     def close(self) -> None:
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def nest(flat: Mapping[KeyPath, Any]) -> Any:

@@ -6,11 +6,9 @@ Also what other writers make of it: one metadata file per rank (``use_collective
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -23,7 +21,7 @@ from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, Split, split_roles
 from fsdp_ckpt.plan.boxes import Box
 from fsdp_ckpt.store.local import Folder
-from fsdp_ckpt.store.memory import available_memory
+from fsdp_ckpt.store.memory import available_memory, no_gc
 from fsdp_ckpt.units import format_size
 
 __all__ = ["looks_like_dcp", "read_dcp"]
@@ -79,7 +77,7 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
         return [replace(frame, problems=[missing, *frame.problems])]
     _check_memory(folder, sources)
     build = _Builder(folder)
-    with _no_gc():
+    with no_gc():
         for source in sources:
             where = folder.prefix + source
             data = folder.store.read(where, limit_bytes=folder.files[source])  # memory was checked
@@ -310,15 +308,3 @@ def _check_memory(folder: Folder, sources: list[str]) -> None:
             f"of memory, {format_size(free)} are free",
             hint="run it on a machine with more memory",
         )
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    # Millions of small tuples, none of them garbage: collecting in between triples the time.
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -1,10 +1,13 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and when it is not worth looking for garbage."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["available_memory"]
+__all__ = ["available_memory", "no_gc"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,3 +29,15 @@ def available_memory() -> int | None:
     except (OSError, ValueError):
         return free
     return min(free, max(int(limit) - used, 0)) if limit.isdigit() else free
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Leave the garbage collector out while millions of small objects are made: collecting triples the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,9 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
+from fsdp_ckpt.store.memory import no_gc
 from fsdp_ckpt.train.live import dtype_of
 
-__all__ = ["from_torch", "no_gc", "to_torch"]
+__all__ = ["from_torch", "to_torch"]
 
 
 def to_torch(metadata: DcpMetadata) -> Metadata:
@@ -113,15 +112,3 @@ def _paths(planner_data: Any) -> Mapping[str, tuple[str | int, ...]]:
             hint="save with torch's FileSystemWriter when a planner of your own needs them",
         )
     return planner_data  # type: ignore[no-any-return]
-
-
-@contextmanager
-def no_gc() -> Iterator[None]:
-    """Leave the garbage collector out while millions of small objects are made, as ``layouts.dcp`` does."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

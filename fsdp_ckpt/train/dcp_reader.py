@@ -27,7 +27,8 @@ from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, read_metadata
 from fsdp_ckpt.errors import CheckpointNotFound, FsdpCkptError, UsageError
 from fsdp_ckpt.plan.boxes import Box
 from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.train.dcp_classes import from_torch, no_gc, to_torch
+from fsdp_ckpt.store.memory import no_gc
+from fsdp_ckpt.train.dcp_classes import from_torch, to_torch
 from fsdp_ckpt.train.dcp_items import Items
 from fsdp_ckpt.train.dcp_lanes import Lane, split_evenly
 from fsdp_ckpt.train.destination import local_path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import time
@@ -33,7 +34,7 @@ from fsdp_ckpt.store.leftovers import (
 )
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
-__all__ = ["Staging", "current_umask", "resolve_destination"]
+__all__ = ["Staging", "current_umask", "place_identity", "resolve_destination"]
 
 _LOCK_TRIES = 20
 _LOCK_WAIT_S = 0.02
@@ -42,6 +43,11 @@ _LOCK_WAIT_S = 0.02
 def resolve_destination(path: Path) -> Path:
     """Return the folder to write, with symlinks resolved, so that a link to a folder stays a link."""
     return Path(os.path.realpath(path))
+
+
+def place_identity(destination: Path) -> str:
+    """Return one identity for all saves to a place, whatever they write: the lock under it keeps two writers apart."""
+    return hashlib.sha256(os.fsencode(destination)).hexdigest()[:16]
 
 
 class Staging:

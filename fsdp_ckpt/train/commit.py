@@ -7,14 +7,13 @@ all have it. Until then, all of them can go back to what they had.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fsdp_ckpt.layouts.manifest import MANIFEST, write_manifest
-from fsdp_ckpt.store.publish import Staging, resolve_destination
+from fsdp_ckpt.store.publish import Staging, place_identity, resolve_destination
 from fsdp_ckpt.store.syscalls import fsync_folder
 from fsdp_ckpt.train.destination import check_replaceable
 from fsdp_ckpt.train.files import FileFacts, write_file
@@ -71,9 +70,7 @@ def _begin(staging: list[Staging], job: SaveJob, target: Path, *, overwrite: boo
     """Make and lock this file system's folder; it is in the list before anything in it can fail."""
     destination = resolve_destination(target)
     check_replaceable(destination, overwrite=overwrite)
-    # One name for all saves to a place: the lock in it keeps two writers apart.
-    identity = hashlib.sha256(os.fsencode(destination)).hexdigest()[:16]
-    staging.append(Staging(destination, identity, overwrite=overwrite))
+    staging.append(Staging(destination, place_identity(destination), overwrite=overwrite))
     for part in job.parts:
         if part.is_folder:
             (staging[0].path / part.name).mkdir()

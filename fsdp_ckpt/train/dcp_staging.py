@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from fsdp_ckpt.errors import DestinationExists, IncompleteCheckpoint
 from fsdp_ckpt.store.leftovers import is_staging
-from fsdp_ckpt.store.publish import Staging
+from fsdp_ckpt.store.publish import Staging, place_identity
 from fsdp_ckpt.store.syscalls import fsync_folder
 
 __all__ = ["UnfinishedSave", "begin_save", "check_replaceable_dcp", "staging_candidates"]
@@ -53,7 +52,7 @@ def check_replaceable_dcp(destination: Path, *, overwrite: bool) -> None:
 
 def staging_candidates(destination: Path) -> list[Path]:
     """Return where the folder in the making of a destination can lie: beside it, or in it (see ``Staging``)."""
-    identity = _identity(destination)
+    identity = place_identity(destination)
     return [
         destination.with_name(f".{destination.name}.fsdp-ckpt-{identity}"),
         destination / f"..fsdp-ckpt-{identity}",
@@ -96,7 +95,7 @@ class UnfinishedSave:
 
     def __init__(self, destination: Path, *, overwrite: bool) -> None:
         # One name for all saves to a place, those of save_state as well: the lock in it keeps two writers apart.
-        self._staging = _Staging(destination, _identity(destination), overwrite=overwrite)
+        self._staging = _Staging(destination, place_identity(destination), overwrite=overwrite)
         self._thread = threading.current_thread()
         self._discard = weakref.finalize(self, _discard, self._staging, os.getpid())
 
@@ -168,10 +167,6 @@ class _Staging(Staging):
         if self.is_durable:
             fsync_folder(self.destination)
         os.rename(self.destination / _HELD, self.destination / _METADATA)
-
-
-def _identity(destination: Path) -> str:
-    return hashlib.sha256(os.fsencode(destination)).hexdigest()[:16]
 
 
 def _discard(staging: Staging, pid: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fsdp_ckpt.errors import UsageError
 
-__all__ = ["Best", "Retention", "choose_kept", "parse_best"]
+__all__ = ["Best", "Retention", "choose_kept", "choose_removed", "parse_best"]
 
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?:=(?P<count>[0-9]{1,9}))?", re.DOTALL)
 _LOW = re.compile(r"(.*[^a-z])?(loss|perplexity)", re.IGNORECASE | re.DOTALL)
@@ -171,6 +171,28 @@ def choose_kept(
             which = "best" if place == 0 else f"{place + 1}. best"
             reasons[step].append(f"{which} {best.metric}: {sign * number:.4g}")
     return {step: tuple(texts) for step, texts in reasons.items()}
+
+
+def choose_removed(rule: Retention, nodes: Sequence[Mapping[int, Mapping[str, object]]], *, up_to: int) -> list[int]:
+    """Return the steps that go, where each node has a disk of its own.
+
+    What is not on all nodes is no checkpoint that could be resumed from: it does not count among the last ones. But it
+    goes as soon as the rule would let it go if it counted, or a job that was killed while it removed a checkpoint would
+    leave a part of it for good.
+
+    Args:
+        rule: What stays.
+        nodes: For each node what lies there, as for ``choose_kept``.
+        up_to: The step that was just saved.
+
+    Example:
+        >>> choose_removed(Retention(keep=1), [{2: {}}, {1: {}, 2: {}}], up_to=2)
+        [1]
+    """
+    whole = {step: values for step, values in nodes[0].items() if all(step in node for node in nodes)}
+    anywhere = {step: values for node in nodes for step, values in node.items()}
+    kept, kept_if_whole = (choose_kept(rule, found, up_to=up_to) for found in (whole, anywhere))
+    return sorted(step for step in anywhere if not kept.get(step) and (step in whole or not kept_if_whole[step]))
 
 
 def _number(values: Mapping[str, object], metric: str) -> float | None:

@@ -27,7 +27,7 @@ from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.layouts.runs import Seen, own_values
-from fsdp_ckpt.plan.retention import Retention, choose_kept
+from fsdp_ckpt.plan.retention import Retention, choose_removed
 from fsdp_ckpt.store.leftovers import recover_replaced, remove_folder_soon, remove_leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.train.background import PendingSave, finish_pending, flush_pending, host_memory
@@ -272,11 +272,14 @@ class Checkpointer:
                     ", ".join(values) or "nothing",
                 )
 
-    def _unkept(self, step: int) -> list[int]:
-        """Return the steps of our checkpoints up to one that no rule keeps, when that one is in its place."""
+    def _own(self, step: int) -> dict[int, Mapping[str, object]]:
+        """Return the values of our checkpoints that are whole, by step, when this step is in its place."""
+        return own_values(self.folder, self._seen, like=step)
+
+    def _unkept(self, nodes: Sequence[Mapping[int, Mapping[str, object]]], step: int) -> list[int]:
+        """Return the steps up to one that no rule keeps."""
         assert self._retention is not None
-        kept = choose_kept(self._retention, own_values(self.folder, self._seen, like=step), up_to=step)
-        return sorted(number for number, reasons in kept.items() if not reasons)
+        return choose_removed(self._retention, nodes, up_to=step)
 
     def _remove(self, steps: Sequence[int]) -> None:
         """Remove checkpoints of ours, each in one move: no half of one is seen. What cannot be removed stays."""
@@ -301,14 +304,21 @@ class _Prune(Hooks):
 
     def after_commit(self, report: SaveReport) -> None:
         if not any(report.leaders) and report.step is not None:
-            self._checkpointer._remove(self._checkpointer._unkept(report.step))
+            own = self._checkpointer._own(report.step)
+            self._checkpointer._remove(self._checkpointer._unkept([own], report.step))
 
     def after_save(self, report: SaveReport) -> None:
         if not any(report.leaders) or report.step is None:
             return
         ranks, step = Ranks(self._checkpointer._state["process_group"]), report.step
         doing = f"removing old checkpoints in {self._checkpointer.folder}"
-        steps = ranks.from_first(lambda: self._checkpointer._unkept(step), doing)
+        leads = ranks.rank in report.leaders
+        mine: dict[int, Mapping[str, object]] | None = None
         with ranks.together(doing):
-            if ranks.rank in report.leaders:
+            mine = self._checkpointer._own(step) if leads else None
+        found = ranks.gather_first(mine, doing)
+        nodes = [one for one in found or () if one is not None]
+        steps = ranks.from_first(lambda: self._checkpointer._unkept(nodes, step), doing)
+        with ranks.together(doing):
+            if leads:
                 self._checkpointer._remove(steps)

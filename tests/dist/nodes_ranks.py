@@ -261,7 +261,15 @@ def every_node_is_pruned(place: Path) -> Any:
         shutil.rmtree(place / "node0/run/step-3")
     dist.barrier()
     report = Checkpointer(disk / "run", **Job(2).state()).resume()
-    return {"left": left, "resumed": report and report.step}
+    dist.barrier()
+    if dist.get_rank() == 0:  # removed here, and then the job was killed
+        shutil.rmtree(place / "node0/run/step-2")
+    dist.barrier()
+    with Checkpointer(disk / "run", **job.state(), keep=1, durable=False) as checkpointer:
+        checkpointer.save(4)
+    dist.barrier()
+    then = [sorted(os.listdir(place / f"node{node}" / "run")) for node in (0, 1)]
+    return {"left": left, "resumed": report and report.step, "then": then}
 
 
 if __name__ == "__main__":

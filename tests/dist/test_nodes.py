@@ -103,6 +103,7 @@ def test_every_node_is_pruned_and_the_first_rank_decides_what_is_there(played: P
     for rank in outcomes(played, "every_node_is_pruned"):
         assert rank["left"] == [["step-2", "step-3"]] * 2
         assert rank["resumed"] == 2
+        assert rank["then"] == [["step-4"]] * 2, "also what a killed job had removed from one node alone"
 
 
 def test_a_failure_while_nodes_publish_takes_all_of_them_back(played: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.plan import retention
-from fsdp_ckpt.plan.retention import Best, Retention, choose_kept, parse_best
+from fsdp_ckpt.plan.retention import Best, Retention, choose_kept, choose_removed, parse_best
 
 
 def kept(values: dict[int, dict[str, Any]], *, up_to: int | None = None, **rule: Any) -> list[int]:
@@ -199,3 +199,28 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
 def test_without_a_rule_everything_stays() -> None:
     assert Retention.of(None) is None
     assert Retention.of(None, None, []) is None
+
+
+def removed(*nodes: dict[int, dict[str, Any]], up_to: int, **rule: Any) -> list[int]:
+    chosen = Retention.of(**rule)
+    assert chosen is not None
+    return choose_removed(chosen, nodes, up_to=up_to)
+
+
+def test_where_all_nodes_have_the_same_the_others_go() -> None:
+    assert removed(plain(1, 2, 3), up_to=3, keep=2) == [1]
+    assert removed(plain(1, 2, 3), plain(1, 2, 3), up_to=3, keep=2) == [1]
+    assert removed(plain(1, 2, 3), plain(1, 2, 3), up_to=2, keep=1) == [1], "3 is newer"
+
+
+def test_what_only_some_nodes_have_does_not_count_and_goes_when_its_time_has_come() -> None:
+    assert removed(plain(2), plain(1, 2), up_to=2, keep=1) == [1]
+    assert removed(plain(1, 2), plain(2), up_to=2, keep=1) == [1]
+    assert removed(plain(1, 4), plain(1, 3, 4), up_to=4, keep=2) == [], "1 is the last whole one but one; 3 may stay"
+    assert removed(plain(1, 4, 5), plain(1, 3, 4, 5), up_to=5, keep=2) == [1, 3]
+    assert removed(plain(4), plain(4, 9), up_to=4, keep=1) == [], "9 is newer"
+
+
+def test_the_best_is_among_what_all_nodes_have() -> None:
+    here, there = losses(s2=0.2, s3=0.3, s4=0.4), losses(s1=0.1, s2=0.2, s3=0.3, s4=0.4)
+    assert removed(here, there, up_to=4, keep=1, keep_best="loss") == [3], "1 may stay as long as it would be the best"

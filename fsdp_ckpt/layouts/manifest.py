@@ -1,13 +1,14 @@
 """``fsdp_ckpt.json``: the last file of every checkpoint that we save, and the sign that it is whole.
 
-It says what was saved, by how many ranks, and lists every other file with its size and CRC-32. A folder with such a
-manifest is complete when all of these files are there with these sizes; saving writes into a hidden sibling, so that
-the manifest never stands in a folder that is not.
+It says what was saved, by how many ranks, lists every other file with its size and CRC-32, and has a checksum of its
+own. A folder with such a manifest is complete when all of these files are there with these sizes; saving writes into a
+hidden sibling, so that the manifest never stands in a folder that is not.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,7 +21,9 @@ from fsdp_ckpt.store.local import Folder
 __all__ = ["MANIFEST", "Manifest", "Member", "check_files", "ranks_elsewhere", "read_manifest", "write_manifest"]
 
 MANIFEST = "fsdp_ckpt.json"
-_FORMAT = "fsdp-ckpt/checkpoint/1"
+_FORMAT = "fsdp-ckpt/checkpoint/2"
+_FORMATS = ("fsdp-ckpt/checkpoint/1", _FORMAT)
+"""The first one had no checksum of its own."""
 _LIMIT_BYTES = 256 << 20
 
 
@@ -93,6 +96,7 @@ def write_manifest(manifest: Manifest) -> bytes:
     fields = asdict(manifest)
     files = {path: {"bytes": size, "crc32": crc} for path, (size, crc) in sorted(fields.pop("files").items())}
     data = {"format": _FORMAT, **fields, "files": files}
+    data["crc32"] = _checksum(json.loads(json.dumps(data)))
     return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
@@ -107,13 +111,21 @@ def read_manifest(folder: Folder) -> Manifest | None:
     where = folder.prefix + MANIFEST
     try:
         data = json.loads(folder.store.read(where, limit_bytes=_LIMIT_BYTES))
-        if data["format"] != _FORMAT:
+        if data["format"] not in _FORMATS:
             raise MalformedFile(f"{where}: format {data['format']!r:.60}, this version reads {_FORMAT}")
+        recorded = data.pop("crc32", None)
+        if (recorded, data["format"]) != (None, _FORMATS[0]) and recorded != _checksum(data):
+            raise MalformedFile(f"{where}: damaged: its own checksum is not the recorded one")
         return _parse(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, MalformedFile):
             raise
         raise MalformedFile(f"{where}: broken: {type(error).__name__}: {error}") from None
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of what a manifest says, whatever its spaces and the order of its fields."""
+    return f"{zlib.crc32(json.dumps(data, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def _parse(data: Mapping[str, Any]) -> Manifest:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 def test_the_file_is_plain_json_for_others(tmp_path: Path) -> None:
     data = json.loads(write_manifest(FULL))
-    assert data["format"] == "fsdp-ckpt/checkpoint/1"
+    assert data["format"] == "fsdp-ckpt/checkpoint/2"
     assert data["files"]["scheduler.bin"] == {"bytes": 1, "crc32": "ffffffff"}
     assert data["models"][0]["name"] == "é ∂"
     assert (data["step"], data["world_size"], data["values"]["list"]) == (7, 4, [1, None, True])
@@ -68,8 +70,10 @@ def test_values_that_json_lacks_are_refused(value: Any) -> None:
 
 
 def _changed(**changes: Any) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(write_manifest(FULL))
-    return data | changes
+    data: dict[str, Any] = json.loads(write_manifest(FULL)) | changes
+    del data["crc32"]
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return data | {"crc32": f"{zlib.crc32(text.encode()):08x}"}
 
 
 BROKEN: dict[str, Any] = {
@@ -79,7 +83,7 @@ BROKEN: dict[str, Any] = {
     "a list": [],
     "a number": 5,
     "nested without end": b"[" * 100_000,
-    "another version": _changed(format="fsdp-ckpt/checkpoint/2"),
+    "another version": _changed(format="fsdp-ckpt/checkpoint/3"),
     "no format": {"step": 1},
     "world size 0": _changed(world_size=0),
     "world size true": _changed(world_size=True),
@@ -93,6 +97,29 @@ BROKEN: dict[str, Any] = {
     "a model without a part": _changed(models=[{"name": "0"}]),
     "values a number": _changed(values=5),
 }
+
+
+def test_one_of_the_first_format_is_read_without_a_checksum_of_its_own(tmp_path: Path) -> None:
+    data = json.loads(write_manifest(FULL)) | {"format": "fsdp-ckpt/checkpoint/1"}
+    del data["crc32"]
+    found = read_manifest(_folder(tmp_path, data))
+    assert found is not None
+    assert found.step == 7
+
+
+def test_a_changed_byte_is_noticed_wherever_it_says_something(tmp_path: Path) -> None:
+    data = write_manifest(FULL)
+    said = json.loads(data)
+    for position, bit in itertools.product(range(len(data)), range(8)):
+        changed = bytearray(data)
+        changed[position] ^= 1 << bit
+        try:
+            same = json.loads(changed) == said
+        except ValueError:
+            continue  # refused as no JSON
+        if not same:
+            with pytest.raises(MalformedFile):
+                read_manifest(_folder(tmp_path, bytes(changed)))
 
 
 @pytest.mark.parametrize("name", BROKEN)

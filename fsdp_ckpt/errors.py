@@ -12,6 +12,8 @@
     │   ├── IncompleteCheckpoint  4  parts of it are missing
     │   ├── ChecksumMismatch      4  a recorded CRC-32 does not match
     │   ├── MalformedFile         4  a file breaks the rules of its format
+    │   │   ├── ItemMismatch      4  an item is not what the metadata say
+    │   │   └── PathOutside       4  a file name leads out of the checkpoint
     │   └── UnsafePickle          4  a pickle asks for code that is not allowed
     ├── DestinationExists         5  the target is in the way                  (FileExistsError)
     ├── NotEnoughSpace            6  disk or memory would not suffice          (OSError)
@@ -43,10 +45,12 @@ __all__ = [
     "FsdpCkptError",
     "Incompatible",
     "IncompleteCheckpoint",
+    "ItemMismatch",
     "MalformedFile",
     "NameCollision",
     "NoModelWeights",
     "NotEnoughSpace",
+    "PathOutside",
     "RankFailed",
     "StateMismatch",
     "UnknownLayout",
@@ -117,6 +121,14 @@ class ChecksumMismatch(CorruptCheckpoint):
 
 class MalformedFile(CorruptCheckpoint):
     """A file or record breaks the rules of its own format."""
+
+
+class ItemMismatch(MalformedFile):
+    """An item of a data file has another dtype or shape than the metadata say."""
+
+
+class PathOutside(MalformedFile):
+    """A file name leads out of the checkpoint; nothing was read from there."""
 
 
 class UnsafePickle(CorruptCheckpoint):

@@ -21,7 +21,7 @@ from fsdp_ckpt.codec import ReadAt
 from fsdp_ckpt.codec.distcp_item import recognise_item
 from fsdp_ckpt.codec.pickles import Global, Machine
 from fsdp_ckpt.codec.tensors import TORCH, TensorRef, storage_from_pid
-from fsdp_ckpt.errors import ChecksumMismatch, Incompatible, MalformedFile
+from fsdp_ckpt.errors import ChecksumMismatch, Incompatible, ItemMismatch, MalformedFile
 
 __all__ = ["Archive", "ZipRecord", "locate", "open_archive", "resolve_item"]
 
@@ -270,7 +270,7 @@ def locate(archive: Archive, tensor: TensorRef, file: str, offsets: Shape, lengt
     if declared > record.size:
         raise MalformedFile(f"{archive.where}: a storage of {declared} bytes in a record of {record.size}")
     if tensor.shape != lengths:
-        raise MalformedFile(f"{archive.where}: the stored tensor has shape {tensor.shape}, not {lengths}")
+        raise ItemMismatch(f"{archive.where}: the stored tensor has shape {tensor.shape}, not {lengths}")
     first = record.start + tensor.offset * itemsize
     span = 0
     if 0 not in tensor.shape:
@@ -309,7 +309,8 @@ def resolve_item(chunk: Chunk, dtype: DType, read_at: ReadAt, *, where: str) -> 
     """Return the RAW chunk for a TORCH_ZIP one: a ``.distcp`` item that holds one tensor.
 
     Raises:
-        MalformedFile: The item is damaged, or its dtype or shape differs from the metadata's.
+        MalformedFile: The item is damaged.
+        ItemMismatch: Its dtype or shape is not the one of the metadata.
         UnsafePickle: Its pickle refers to something that no tensor needs.
     """
     own = recognise_item(read_at, chunk.start, chunk.stop, dtype, chunk.lengths)
@@ -322,11 +323,11 @@ def resolve_item(chunk: Chunk, dtype: DType, read_at: ReadAt, *, where: str) -> 
     if tensor is None:
         value = archive.load()
         if not isinstance(value, TensorRef):
-            raise MalformedFile(f"{where}: a tensor was expected, the item holds {type(value).__name__}")
+            raise ItemMismatch(f"{where}: a tensor was expected, the item holds {type(value).__name__}")
         tensor = value
         if len(_SINGLE) > 4096:
             _SINGLE.clear()
         _SINGLE[pickle] = tensor
     if tensor.dtype != dtype:
-        raise MalformedFile(f"{where}: the metadata says {dtype}, the item holds {tensor.dtype}")
+        raise ItemMismatch(f"{where}: the metadata says {dtype}, the item holds {tensor.dtype}")
     return locate(archive, tensor, chunk.file, chunk.offsets, chunk.lengths)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, Problem, Role, Severity
 from fsdp_ckpt.errors import CorruptCheckpoint
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
+from fsdp_ckpt.layouts.faults import fault_of, tolerate
 from fsdp_ckpt.layouts.hf import is_rank_shard, read_safetensors
 from fsdp_ckpt.layouts.manifest import MANIFEST, check_files, ranks_elsewhere, read_manifest
 from fsdp_ckpt.layouts.rank_files import group_rank_files, read_rank_files
@@ -58,22 +59,33 @@ def looks_composite(folder: Folder) -> bool:
     )
 
 
-def read_composite(folder: Folder) -> Checkpoint:
+def read_composite(folder: Folder, *, tolerant: bool = False) -> Checkpoint:
     """Read all parts of a folder.
+
+    Args:
+        folder: The folder.
+        tolerant: Describe parts of the model that cannot be read, too, instead of raising; for those who look for
+            faults.
 
     Raises:
         UnsafePickle: A pickle of model or optimizer weights refers to an unknown global.
         MalformedFile: A file of the model is damaged.
     """
-    parts = [*_model_parts(folder), *_optimizer_parts(folder), *_small_parts(folder)]
+    parts = [*_model_parts(folder, tolerant=tolerant), *_optimizer_parts(folder), *_small_parts(folder)]
     trainer = _trainer_state(folder)
     layout, title = _identify(folder, parts)
-    manifest = read_manifest(folder)
     facts, problems = [], []
+    manifest = None
+    try:
+        manifest = read_manifest(folder)
+    except CorruptCheckpoint as error:
+        if not tolerant:
+            raise
+        problems = [fault_of(error, folder.prefix + MANIFEST)]
     if manifest is not None:
         writer = f"fsdp-ckpt {manifest.versions.get('fsdp_ckpt', '')}".strip()
         parts = [replace(part, writer=writer) if part.dialect == "dcp" else part for part in parts]
-        problems = [*ranks_elsewhere(folder, manifest), *check_files(folder, manifest)]
+        problems += [*ranks_elsewhere(folder, manifest), *check_files(folder, manifest)]
         facts.append(("saved at", manifest.created))
         facts += [(name, f"{value}") for name, value in manifest.values.items()]
     if isinstance(trainer.get("epoch"), int | float):
@@ -108,40 +120,61 @@ def step_of(folder: Folder) -> int | None:
     return int(match[1]) if match else None
 
 
-def _model_parts(folder: Folder) -> Iterator[Part]:
+def _model_parts(folder: Folder, *, tolerant: bool) -> Iterator[Part]:
+    for name, role, files, read in _readers(folder):
+        if tolerant or role is not Role.MODEL:
+            yield from tolerate(read, folder, name, role, files)
+        else:
+            yield from read()
+
+
+_Reader = tuple[str, Role, Mapping[str, int], Callable[[], list[Part]]]
+"""Name, role and files of parts, and how to read them."""
+
+
+def _readers(folder: Folder) -> Iterator[_Reader]:
+    """Yield how each of the models, and what ranks left beside them, is read."""
+    model = Role.MODEL
     for name in sorted(folder.folders):
         if _MODEL_FOLDER.fullmatch(name):
-            yield from _named(read_dcp(folder.sub(name), name=name, role=Role.MODEL), name)
+            sub = folder.sub(name)
+            yield name, model, _placed(sub, sub.files), partial(_read_named, sub, name, model)
     for group in group_rank_files(folder):
-        files = {folder.prefix + name: folder.files[name] for name in group.files.values()}
-        if role_of(group.stem) in (Role.MODEL, None) and not group.stem.startswith("extra"):
-            yield from read_rank_files(folder, group)
-        else:
-            role = role_of(group.stem) or Role.OTHER
-            yield from _tolerant(partial(read_rank_files, folder, group), folder, group.stem, role, files)
-    for name in folder.files:
-        if _FULL_MODEL.fullmatch(name):
-            yield from read_torch_file(
-                folder.store, folder.prefix + name, name=name.removesuffix(".bin"), role=Role.MODEL
-            )
+        role = role_of(group.stem) or (Role.OTHER if group.stem.startswith("extra") else model)
+        read = partial(read_rank_files, folder, group)
+        yield group.stem, role, _placed(folder, group.files.values()), read
+    for file in folder.files:
+        if _FULL_MODEL.fullmatch(file):
+            name = file.removesuffix(".bin")
+            read = partial(read_torch_file, folder.store, folder.prefix + file, name=name, role=model)
+            yield name, model, _placed(folder, [file]), read
     bins = [name for name in folder.files if _HF_BIN_SHARD.fullmatch(name)]
     if bins:
-        yield _merge_bins(folder, bins)
+        yield "pytorch_model", model, _placed(folder, bins), lambda: [_merge_bins(folder, bins)]
     sharded = folder.sub("sharded") if "sharded" in folder.folders else None
     if sharded is not None and any(is_rank_shard(name) for name in sharded.files):
         # Beside it lie the files that torch consolidated from it, in which 0-d tensors are zero (torch <= 2.15).
-        yield from read_safetensors(sharded, [n for n in sharded.files if is_rank_shard(n)], name="sharded")
-    yield from _safetensors_parts(folder)
+        names = [name for name in sharded.files if is_rank_shard(name)]
+        yield "sharded", model, _placed(sharded, names), partial(read_safetensors, sharded, names, name="sharded")
+    for stem, names in _safetensors_groups(folder):
+        yield stem, model, _placed(folder, names), partial(read_safetensors, folder, names, name=stem)
 
 
-def _safetensors_parts(folder: Folder) -> Iterator[Part]:
+def _placed(folder: Folder, names: Iterable[str]) -> dict[str, int]:
+    return {folder.prefix + name: folder.files[name] for name in names}
+
+
+def _read_named(folder: Folder, name: str, role: Role) -> list[Part]:
+    return list(_named(read_dcp(folder, name=name, role=role), name))
+
+
+def _safetensors_groups(folder: Folder) -> list[tuple[str, list[str]]]:
     names = [name for name in folder.files if name.endswith(".safetensors")]
     by_stem: dict[str, list[str]] = {}
     for name in names:
         stem = re.sub(r"(-\d{5}-of-\d{5})?\.safetensors", "", name)
         by_stem.setdefault("model" if is_rank_shard(name) else stem, []).append(name)
-    for stem, group in sorted(by_stem.items(), key=lambda item: (item[0] != "model", item[0])):
-        yield from read_safetensors(folder, group, name=stem)
+    return sorted(by_stem.items(), key=lambda item: (item[0] != "model", item[0]))
 
 
 def _merge_bins(folder: Folder, names: list[str]) -> Part:
@@ -169,42 +202,23 @@ def _merge_bins(folder: Folder, names: list[str]) -> Part:
 
 
 def _optimizer_parts(folder: Folder) -> Iterator[Part]:
+    role = Role.OPTIMIZER
     for name in sorted(folder.folders):
         if _OPTIMIZER_FOLDER.fullmatch(name):
             sub = folder.sub(name)
             if looks_like_dcp(sub) or not sub.files:
-                read = partial(read_dcp, sub, name=name, role=Role.OPTIMIZER)
-                files = {sub.prefix + file: size for file, size in sub.files.items()}
-                yield from _named(list(_tolerant(read, sub, name, Role.OPTIMIZER, files)), name)
+                read = partial(_read_named, sub, name, role)
+                yield from tolerate(read, sub, name, role, _placed(sub, sub.files))
     for name in folder.files:
         if _FULL_OPTIMIZER.fullmatch(name):
             stem = name.rpartition(".")[0]
-            read = partial(read_torch_file, folder.store, folder.prefix + name, name=stem, role=Role.OPTIMIZER)
-            files = {folder.prefix + name: folder.files[name]}
-            yield from _tolerant(read, folder, stem, Role.OPTIMIZER, files)
+            read = partial(read_torch_file, folder.store, folder.prefix + name, name=stem, role=role)
+            yield from tolerate(read, folder, stem, role, _placed(folder, [name]))
 
 
 def _named(parts: list[Part], name: str) -> Iterator[Part]:
     for number, part in enumerate(parts):
         yield part if number == 0 else replace(part, name=f"{name}/{part.name}")
-
-
-def _tolerant(
-    read: Callable[[], list[Part]], folder: Folder, name: str, role: Role, files: dict[str, int]
-) -> Iterator[Part]:
-    """Read what lies beside the model; when it is damaged, say so and go on, as the model does not need it."""
-    try:
-        yield from read()
-    except CorruptCheckpoint as error:
-        where = next(iter(files), folder.prefix)
-        yield Part(
-            name=name,
-            role=role,
-            dialect="unreadable",
-            folder=folder.prefix.rstrip("/"),
-            files=files,
-            problems=[Problem(severity=Severity.ERROR, code="unreadable", where=where, message=error.message)],
-        )
 
 
 def _small_parts(folder: Folder) -> Iterator[Part]:

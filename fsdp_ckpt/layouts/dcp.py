@@ -15,7 +15,7 @@ from typing import TypeVar
 from fsdp_ckpt.catalog import Chunk, Encoding, ObjectEntry, Part, Problem, Role, Severity, Shape, TensorEntry
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo, read_metadata
 from fsdp_ckpt.codec.safetensors import Header, read_header
-from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, NotEnoughSpace
+from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, ItemMismatch, NotEnoughSpace
 from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, Split, split_roles
@@ -227,7 +227,7 @@ class _Builder:
         for item in header.tensors:
             if item.name == key:
                 if item.dtype != tensor.dtype or item.shape != box[1]:
-                    raise CorruptCheckpoint(f"{path}: `{key}` is not what the metadata say")
+                    raise ItemMismatch(f"{path}: `{key}` is not what the metadata say")
                 return Chunk(box[0], box[1], path, item.start, item.stop)
         raise CorruptCheckpoint(f"{path}: `{key}` is missing")
 

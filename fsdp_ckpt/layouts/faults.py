@@ -1,14 +1,43 @@
-"""Problems that every layout can have: tensors with holes, overlapping or misplaced shards."""
+"""Problems that every layout can have: parts that cannot be read, tensors with holes, misplaced shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from fsdp_ckpt.catalog import Problem, Severity, Shape, TensorEntry
+from fsdp_ckpt.catalog import Part, Problem, Role, Severity, Shape, TensorEntry
+from fsdp_ckpt.errors import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    FsdpCkptError,
+    IncompleteCheckpoint,
+    ItemMismatch,
+    PathOutside,
+    UnknownLayout,
+    UnsafePickle,
+)
 from fsdp_ckpt.names import is_flat_param
 from fsdp_ckpt.plan.boxes import Box, Coverage, check_coverage
+from fsdp_ckpt.store.local import Folder
 
-__all__ = ["coverage_problems", "describe_box", "describe_coverage", "flat_reason"]
+__all__ = [
+    "DAMAGE", "UNREADABLE", "coverage_problems", "describe_box", "describe_coverage", "fault_of", "flat_reason",
+    "tolerate", "unreadable_part",
+]  # fmt: skip
+
+UNREADABLE = "unreadable"
+"""Code of what breaks the rules of its format, and dialect of a part that does."""
+
+_FAULTS: dict[type[CorruptCheckpoint], str] = {
+    UnsafePickle: "unsafe-pickle",
+    ChecksumMismatch: "wrong-checksum",
+    IncompleteCheckpoint: "missing-file",
+    PathOutside: "path-outside",
+    ItemMismatch: "header-mismatch",
+}
+"""Codes of problems by the exceptions that tell of them."""
+
+DAMAGE = frozenset({UNREADABLE, *_FAULTS.values()} - {"missing-file"})
+"""Codes of what is there, but not as it was written."""
 
 
 def coverage_problems(tensors: Iterable[TensorEntry], *, prefix: str = "") -> Iterator[Problem]:
@@ -18,6 +47,37 @@ def coverage_problems(tensors: Iterable[TensorEntry], *, prefix: str = "") -> It
         if not coverage.is_exact:
             code, message = describe_coverage(tensor, coverage)
             yield Problem(severity=Severity.ERROR, code=code, where=prefix + tensor.key, message=message)
+
+
+def fault_of(error: FsdpCkptError, where: str) -> Problem:
+    """Return an exception that a file raised as a problem."""
+    for kind, code in _FAULTS.items():
+        if isinstance(error, kind):
+            return Problem(severity=Severity.ERROR, code=code, where=where, message=error.message)
+    return Problem(severity=Severity.ERROR, code=UNREADABLE, where=where, message=error.message)
+
+
+def tolerate(
+    read: Callable[[], list[Part]], folder: Folder, name: str, role: Role, files: Mapping[str, int]
+) -> Iterator[Part]:
+    """Read a part; when it is damaged, say so and go on, as others do not need it."""
+    try:
+        yield from read()
+    except (CorruptCheckpoint, UnknownLayout) as error:
+        yield unreadable_part(error, folder, name, role, files)
+
+
+def unreadable_part(error: FsdpCkptError, folder: Folder, name: str, role: Role, files: Mapping[str, int]) -> Part:
+    """Return a part that is nothing but the reason why it cannot be read."""
+    where = next((file for file in files if file.endswith(".metadata")), next(iter(files), folder.prefix))
+    return Part(
+        name=name,
+        role=role,
+        dialect=UNREADABLE,
+        folder=folder.prefix.rstrip("/"),
+        files=files,
+        problems=[fault_of(error, next((file for file in files if file in error.message), where))],
+    )
 
 
 def flat_reason(tensors: Iterable[TensorEntry]) -> str | None:
@@ -42,7 +102,7 @@ def describe_coverage(tensor: TensorEntry, coverage: Coverage) -> tuple[str, str
         return "shard-overlap", f"shards at {boxes} overlap"
     assert coverage.missing is not None
     share = f"{coverage.missing_elements} of {tensor.numel} elements"
-    return "shard-missing", f"{share} are in no shard, first {describe_box(coverage.missing)} of {_shape(tensor.shape)}"
+    return "missing-shard", f"{share} are in no shard, first {describe_box(coverage.missing)} of {_shape(tensor.shape)}"
 
 
 def describe_box(box: Box) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Role
@@ -23,12 +24,13 @@ from fsdp_ckpt.errors import (
 )
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite, read_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
+from fsdp_ckpt.layouts.faults import tolerate, unreadable_part
 from fsdp_ckpt.layouts.hf import read_safetensors
 from fsdp_ckpt.layouts.nodes import demand_equal_copies, demand_one_save
 from fsdp_ckpt.layouts.torch_file import read_torch_file
 from fsdp_ckpt.store.local import Folder, LocalStore
 
-__all__ = ["PathLike", "given_paths", "list_checkpoints", "read_checkpoint"]
+__all__ = ["PathLike", "given_paths", "list_checkpoints", "members_of_run", "read_checkpoint"]
 
 PathLike = str | os.PathLike[str]
 
@@ -48,11 +50,12 @@ def given_paths(path: PathLike | Sequence[PathLike]) -> tuple[str, ...]:
     return tuple(os.fspath(one) for one in paths)
 
 
-def read_checkpoint(path: PathLike | Sequence[PathLike]) -> Checkpoint:
+def read_checkpoint(path: PathLike | Sequence[PathLike], *, tolerant: bool = False) -> Checkpoint:
     """Recognise and read whatever lies at a path. Only metadata and headers are read.
 
     Args:
         path: A file or folder; or the folders that the nodes of one job wrote, which are read as one.
+        tolerant: Describe parts that cannot be read, too, instead of raising.
 
     Returns:
         The catalog. A damaged or incomplete checkpoint is returned with problems, as long as its metadata can be read.
@@ -67,10 +70,10 @@ def read_checkpoint(path: PathLike | Sequence[PathLike]) -> Checkpoint:
     texts = given_paths(path)
     places = list({os.path.realpath(local): local for local in map(_existing, texts)}.values())
     if len(places) > 1:
-        return _read_nodes(places)
+        return _read_nodes(places, tolerant=tolerant)
     if places[0].is_dir():
-        return _read_folder(Folder(LocalStore(places[0])), texts[0])
-    return _read_file(Folder(LocalStore(places[0].parent)), places[0].name, texts[0])
+        return _read_folder(Folder(LocalStore(places[0])), texts[0], tolerant=tolerant)
+    return _read_file(Folder(LocalStore(places[0].parent)), places[0].name, texts[0], tolerant=tolerant)
 
 
 def _existing(text: str) -> Path:
@@ -91,7 +94,7 @@ def _existing(text: str) -> Path:
     return local
 
 
-def _read_nodes(places: Sequence[Path]) -> Checkpoint:
+def _read_nodes(places: Sequence[Path], *, tolerant: bool) -> Checkpoint:
     for place in places:
         if not place.is_dir():
             raise UsageError(
@@ -101,7 +104,7 @@ def _read_nodes(places: Sequence[Path]) -> Checkpoint:
         if not any(place.iterdir()):
             others = shlex.join(str(other) for other in places if other is not place)
             raise CheckpointNotFound(f"`{place}` is empty", hint=f"fsdp-ckpt inspect {others}    (leaves it out)")
-    return _read_folder(Folder(LocalStore(places)), "` + `".join(map(str, places)))
+    return _read_folder(Folder(LocalStore(places)), "` + `".join(map(str, places)), tolerant=tolerant)
 
 
 def _similar(path: Path) -> str | None:
@@ -116,15 +119,17 @@ def _similar(path: Path) -> str | None:
     return f"`{parent}` holds: {', '.join(names)}" if names else None
 
 
-def _read_file(folder: Folder, name: str, text: str) -> Checkpoint:
+def _read_file(folder: Folder, name: str, text: str, *, tolerant: bool) -> Checkpoint:
     store = folder.store
     if name.endswith((".distcp", ".metadata", ".metadata.tmp", ".index.json")):
-        found = _read_folder(folder, str(folder.path))
+        found = _read_folder(folder, str(folder.path), tolerant=tolerant)
         return replace(found, chosen=found.chosen or text)
     if name not in folder.files:
         raise UnknownLayout(f"`{text}` is not a regular file")
+    files = {name: folder.files[name]}
     if name.endswith(".safetensors"):
-        parts = read_safetensors(folder, [name], name=name.removesuffix(".safetensors"))
+        stem = name.removesuffix(".safetensors")
+        parts = _read(partial(read_safetensors, folder, [name], name=stem), folder, stem, files, tolerant=tolerant)
         return Checkpoint(
             root=store.root,
             layout="safetensors",
@@ -140,6 +145,10 @@ def _read_file(folder: Folder, name: str, text: str) -> Checkpoint:
             f"`{text}` is neither a safetensors file nor one that torch.save wrote",
             hint="pass a checkpoint folder, or a .safetensors, .bin, .pt or .pth file",
         ) from None
+    except CorruptCheckpoint as error:
+        if not tolerant:
+            raise
+        parts = [unreadable_part(error, folder, name.rpartition(".")[0], Role.MODEL, files)]
     return Checkpoint(
         root=store.root,
         layout="torch-file",
@@ -150,19 +159,25 @@ def _read_file(folder: Folder, name: str, text: str) -> Checkpoint:
     )
 
 
-def _read_folder(folder: Folder, text: str) -> Checkpoint:
+def _read(
+    read: Callable[[], list[Part]], folder: Folder, name: str, files: Mapping[str, int], *, tolerant: bool
+) -> list[Part]:
+    return list(tolerate(read, folder, name, Role.MODEL, files)) if tolerant else read()
+
+
+def _read_folder(folder: Folder, text: str, *, tolerant: bool = False) -> Checkpoint:
     if _is_checkpoint(folder):
         demand_one_save(folder)
     if looks_like_dcp(folder):
-        return _dcp_checkpoint(folder)
+        return _dcp_checkpoint(folder, tolerant=tolerant)
     if looks_composite(folder):
-        found = read_composite(folder)
+        found = read_composite(folder, tolerant=tolerant)
         if any(part.role is Role.MODEL for part in found.parts) or not _has_inner(folder):
             return found
     inner = [name for name in _INNER if name in folder.folders and _is_checkpoint(folder.sub(name))]
     if inner:
         below = Folder(folder.store.below(inner[0]))
-        found = _read_folder(below, str(below.path))
+        found = _read_folder(below, str(below.path), tolerant=tolerant)
         return replace(
             found,
             chosen=text,
@@ -172,16 +187,17 @@ def _read_folder(folder: Folder, text: str) -> Checkpoint:
     lone = [name for name in folder.files if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
     if len(lone) == 1:
         demand_equal_copies(folder.store, lone[0])
-        return replace(_read_file(folder, lone[0], text), chosen=text)
+        return replace(_read_file(folder, lone[0], text, tolerant=tolerant), chosen=text)
     return _newest(folder, text)
 
 
-def _dcp_checkpoint(folder: Folder) -> Checkpoint:
+def _dcp_checkpoint(folder: Folder, *, tolerant: bool) -> Checkpoint:
     name = folder.path.resolve().name
     single = name if name.startswith(("pytorch_model", "optimizer")) else None
-    parts: list[Part] = read_dcp(folder, name=single)
+    files = {folder.prefix + file: size for file, size in folder.files.items()}
+    parts = _read(partial(read_dcp, folder, name=single), folder, single or "model", files, tolerant=tolerant)
     if looks_composite(folder):
-        parts = [*parts, *read_composite(folder).parts]
+        parts = [*parts, *read_composite(folder, tolerant=tolerant).parts]
     layout, title = "dcp", "distributed checkpoint (DCP)"
     writer = parts[0].writer or ""
     if "meta.pt" in folder.files:
@@ -266,6 +282,20 @@ def list_checkpoints(path: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     """
     found = {below.path.resolve(): (step, below.path) for step, below in _candidates(Folder(LocalStore(Path(path))))}
     return sorted(found.values(), reverse=True)
+
+
+def members_of_run(path: PathLike) -> list[Path]:
+    """Return the checkpoints in a run's folder, newest first; none where the path is a checkpoint itself, or a file.
+
+    Raises:
+        CheckpointNotFound: The path does not exist.
+        UsageError: It is not local.
+    """
+    place = _existing(os.fspath(path))
+    if not place.is_dir():
+        return []
+    folder = Folder(LocalStore(place))
+    return [] if _is_checkpoint(folder) or _has_inner(folder) else [below for _, below in list_checkpoints(place)]
 
 
 def _candidates(folder: Folder) -> Iterator[tuple[int, Folder]]:

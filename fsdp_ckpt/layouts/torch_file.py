@@ -90,13 +90,13 @@ def open_torch_file(store: LocalStore, file: str, *, allow_unknown: bool = False
     return TorchFile(file, archive.stop, archive, leaves)
 
 
-def open_torch_value(store: LocalStore, file: str) -> Any:
-    """Return the value of a file as it is nested; values of unknown classes are opaque records.
+def open_torch_value(store: LocalStore, file: str, *, allow_unknown: bool = True) -> Any:
+    """Return the value of a file as it is nested; values of unknown classes are opaque records, unless refused.
 
     Raises:
         As ``open_torch_file``.
     """
-    return _load(store, file, allow_unknown=True)[1]
+    return _load(store, file, allow_unknown=allow_unknown)[1]
 
 
 def _load(store: LocalStore, file: str, *, allow_unknown: bool) -> tuple[Archive, Any]:

@@ -27,6 +27,7 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.layouts.composite import looks_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.elsewhere import rank_of
+from fsdp_ckpt.layouts.faults import DAMAGE
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, check_files, read_manifest
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.store.local import Folder, LocalStore
@@ -159,7 +160,7 @@ def _judge_foreign(folder: Folder, path: Path) -> Verdict:
         return Verdict(state=State.INCOMPLETE, why=why)
     problems = [*found.problems, *(problem for part in found.parts for problem in part.problems)]
     why = _first_of(problems)
-    is_damaged = any(problem.code == "unreadable" for problem in problems)
+    is_damaged = any(problem.code in DAMAGE for problem in problems)
     state = State.DAMAGED if is_damaged else State.INCOMPLETE
     if not why:
         state = State.COMPLETE

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, MalformedFile
+from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, MalformedFile, PathOutside
 
 __all__ = ["FileReader", "Folder", "LocalStore"]
 
@@ -84,7 +84,7 @@ class LocalStore:
             file: Relative to the root, with ``/``.
 
         Raises:
-            MalformedFile: The name leads out of the folder.
+            PathOutside: The name leads out of the folder.
         """
         known = self._paths.get(file)
         if known is not None:
@@ -100,13 +100,13 @@ class LocalStore:
         """Return a file's real path below one of the roots."""
         parts = file.split("/")
         if not file or file.startswith("/") or "\0" in file or ".." in parts:
-            raise MalformedFile(f"the file name {file!r:.200} leads out of the checkpoint; nothing was read")
+            raise PathOutside(f"the file name {file!r:.200} leads out of the checkpoint; nothing was read")
         try:
             real = os.path.realpath(self.roots[number] / file)
         except UnicodeEncodeError:
             raise MalformedFile(f"{file!r:.200} is no file name") from None
         if not any(real == inside or real.startswith(inside.rstrip("/") + "/") for inside in self._inside[number]):
-            raise MalformedFile(f"{file!r:.200} is a link out of the checkpoint; nothing was read")
+            raise PathOutside(f"{file!r:.200} is a link out of the checkpoint; nothing was read")
         return real
 
     def below(self, folder: str) -> LocalStore:

@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "errors": 1,
     "store": 2, "catalog": 2, "config": 2, "names": 2, "units": 2,
-    "codec": 3, "plan": 3,
+    "codec": 3, "plan": 3, "findings": 3,
     "layouts": 4, "run": 4,
     "ops": 5, "train": 5,
     "cli": 6,

@@ -148,12 +148,12 @@ def test_a_chunk_that_is_listed_nowhere(tmp_path: Path) -> None:
     made.storage_data.pop(next(iter(made.storage_data)))
     found = problems(write(tmp_path / "x", made))
     assert found["unlisted-item"].severity is Severity.ERROR
-    assert found["shard-missing"].severity is Severity.ERROR
+    assert found["missing-shard"].severity is Severity.ERROR
 
 
 @pytest.mark.parametrize(
     ("offsets", "lengths", "code"),
-    [((0, 0), (5, 2), "shard-missing"), ((0, 0), (6, 3), "shard-overlap"), ((0, 0), (99, 3), "shard-outside"),
+    [((0, 0), (5, 2), "missing-shard"), ((0, 0), (6, 3), "shard-overlap"), ((0, 0), (99, 3), "shard-outside"),
      ((0, 0), (5,), "shard-outside"), ((0, 0), (5, 3, 1), "shard-outside"), ((0, 0), (), "shard-outside")],
 )  # fmt: skip
 def test_chunks_that_do_not_tile(offsets: Any, lengths: Any, code: str, tmp_path: Path) -> None:

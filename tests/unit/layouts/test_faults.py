@@ -22,13 +22,13 @@ def problem(shape: Shape, *boxes: Box) -> tuple[str, str]:
 def test_a_hole() -> None:
     # Case "coverage hole": the tensor says 128 rows, the chunks give 64.
     code, message = problem((128, 4), ((0, 0), (64, 4)))
-    assert code == "shard-missing"
+    assert code == "missing-shard"
     assert message == "256 of 512 elements are in no shard, first [64:128, 0:4] of (128, 4)"
 
 
 def test_no_shards() -> None:
-    assert problem((3,)) == ("shard-missing", "3 of 3 elements are in no shard, first [0:3] of (3,)")
-    assert problem(()) == ("shard-missing", "1 of 1 elements are in no shard, first [] of ()")
+    assert problem((3,)) == ("missing-shard", "3 of 3 elements are in no shard, first [0:3] of (3,)")
+    assert problem(()) == ("missing-shard", "1 of 1 elements are in no shard, first [] of ()")
 
 
 def test_an_overlap() -> None:

@@ -87,7 +87,7 @@ def test_a_file_of_another_save(saved: Path) -> None:
 
 def test_one_file_twice(saved: Path) -> None:
     shutil.copy(saved / "model_world_size_3_rank_0.pt", saved / "model_world_size_3_rank_1.pt")
-    assert problems(saved)["shard-missing"].severity is Severity.ERROR
+    assert problems(saved)["missing-shard"].severity is Severity.ERROR
 
 
 def test_buffers_that_differ_between_ranks(saved: Path) -> None:

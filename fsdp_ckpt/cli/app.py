@@ -11,6 +11,7 @@ import typer
 
 import fsdp_ckpt
 from fsdp_ckpt.cli import config as config_command
+from fsdp_ckpt.cli import diff as diff_command
 from fsdp_ckpt.cli import inspect as inspect_command
 from fsdp_ckpt.cli import launch as launch_command
 from fsdp_ckpt.cli import list as list_command
@@ -34,9 +35,10 @@ Start here:
   fsdp-ckpt train run --kill-at 200     see saving, dying and resuming work
   fsdp-ckpt config init                 describe an FSDP setup; then launch
 \b
-Exit codes: 0 ok, 2 usage, 3 no checkpoint, 4 corrupt or incomplete,
-  5 destination exists, 6 not enough disk or memory, 8 incompatible,
-  70 internal error, 128 + N ended by signal N. launch: those of the script.
+Exit codes: 0 ok, 1 findings or differences, 2 usage, 3 no checkpoint,
+  4 corrupt or incomplete, 5 destination exists, 6 not enough disk or memory,
+  8 incompatible, 70 internal error, 128 + N ended by signal N. launch: those
+  of the script.
 """,
 )
 
@@ -65,6 +67,7 @@ def root(
 
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
+app.command("diff", epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command("list", epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
 app.command("prune", epilog=prune_command.EXAMPLES)(prune_command.prune)

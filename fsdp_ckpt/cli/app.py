@@ -17,6 +17,7 @@ from fsdp_ckpt.cli import launch as launch_command
 from fsdp_ckpt.cli import list as list_command
 from fsdp_ckpt.cli import merge as merge_command
 from fsdp_ckpt.cli import prune as prune_command
+from fsdp_ckpt.cli import repair as repair_command
 from fsdp_ckpt.cli import train as train_command
 
 __all__ = ["app", "run"]
@@ -71,6 +72,7 @@ app.command("diff", epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command("list", epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
 app.command("prune", epilog=prune_command.EXAMPLES)(prune_command.prune)
+app.command("repair", epilog=repair_command.EXAMPLES)(repair_command.repair)
 app.command("train", epilog=train_command.TRAIN_EXAMPLES)(train_command.train)
 app.command("generate", epilog=train_command.GENERATE_EXAMPLES)(train_command.generate)
 app.add_typer(config_command.app, name="config")

@@ -1,0 +1,95 @@
+"""Write the new content of a file beside it, in blocks and durable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_ckpt.ops.repairs.actions import Patch
+from fsdp_ckpt.run.checksum import BLOCK_BYTES, checksum_range
+from fsdp_ckpt.store.publish import current_umask
+from fsdp_ckpt.store.syscalls import clone_range, read_into, start_writeback, write_all
+
+__all__ = ["fill", "is_unfinished"]
+
+_ENDING = ".fsdp-ckpt-repair"
+_WRITEBACK_BYTES = 8 << 20
+
+
+def is_unfinished(name: str) -> bool:
+    """Tell whether a file name is one that we give to a file until it is complete."""
+    return name.startswith(".") and name.endswith(_ENDING)
+
+
+def fill(target: Path, content: bytes | Patch) -> tuple[Path, int]:
+    """Write a file that is to become ``target``, with its mode; return where it is, and its CRC-32.
+
+    Raises:
+        OSError: The disk fails, or is full; nothing is left.
+    """
+    path = target.with_name(f".{os.urandom(8).hex()}{_ENDING}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(path, flags, 0o600)
+    try:
+        if isinstance(content, bytes):
+            write_all(fd, content, 0)
+            size = len(content)
+        else:
+            _copy(content, fd)
+            size = content.size
+        crc = checksum_range(fd, 0, size)
+        os.fchmod(fd, _mode(target))
+        os.fsync(fd)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    return path, crc
+
+
+def _mode(target: Path) -> int:
+    with suppress(FileNotFoundError):
+        return stat.S_IMODE(target.lstat().st_mode)
+    return 0o666 & ~current_umask()
+
+
+def _copy(patch: Patch, fd: int) -> None:
+    """Put a file together in blocks; what is replaced is not read from the base, which may not be readable there."""
+    base = _open(patch.base)
+    try:
+        if not clone_range(base, 0, 0, fd, 0):  # 0: to the end
+            position = 0
+            for start, _, first, last in (*sorted(patch.ranges), (patch.size, patch.base, 0, 0)):
+                _stream(base, (position, start), fd, position, patch.base)
+                position = max(position, start + last - first)
+    finally:
+        os.close(base)
+    for start, path, first, last in patch.ranges:
+        source = _open(path)
+        try:
+            _stream(source, (first, last), fd, start, path)
+        finally:
+            os.close(source)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _stream(source: int, span: tuple[int, int], fd: int, position: int, path: Path) -> None:
+    start, stop = span
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    pending = 0
+    for begin in range(start, stop, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, stop - begin)]
+        if read_into(source, block, begin) < len(block):
+            raise OSError(errno.EIO, "ends before what was to be copied", str(path))
+        write_all(fd, block, position + begin - start)
+        pending += len(block)
+        if pending >= _WRITEBACK_BYTES:
+            start_writeback(fd, position, begin - start + len(block))
+            pending = 0

@@ -1,0 +1,223 @@
+"""Change files of a checkpoint so that at no moment less of it can be read than before, and all of it can be undone.
+
+New files are written under another name and made durable first. Then each old one gets a second name in the backup,
+a hidden folder of the checkpoint, and the new one takes its name in one step. Of our manifest, which lists sizes and
+checksums, there is none from the first change to the last: without it a checkpoint is judged by its own rules, with
+one that does not fit it would be taken for damaged. A repair that was killed in between is finished by the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fsdp_ckpt.errors import ChecksumMismatch, NotEnoughSpace
+from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, write_manifest
+from fsdp_ckpt.ops.repairs.actions import BACKUP, Step
+from fsdp_ckpt.ops.repairs.fill import fill
+from fsdp_ckpt.store.syscalls import fsync_folder
+from fsdp_ckpt.units import format_size
+
+__all__ = ["Backup", "apply_steps", "relisted"]
+
+_BACKUP = re.compile(re.escape(BACKUP) + r"(\d{1,6})")
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EXDEV)
+
+
+def relisted(manifest: Manifest, written: Mapping[str, tuple[int, int]], dropped: Sequence[str]) -> Manifest | None:
+    """Return a manifest that lists files as they are to be; None where it does so already.
+
+    Args:
+        manifest: As it is.
+        written: Size and CRC-32 of what is written.
+        dropped: Files that go.
+    """
+    files = {file: entry for file, entry in manifest.files.items() if file not in dropped}
+    files |= {file: (size, f"{crc:08x}") for file, (size, crc) in written.items()}
+    same = files.keys() == manifest.files.keys() and all(
+        (size, int(crc, 16)) == (manifest.files[file][0], int(manifest.files[file][1], 16))
+        for file, (size, crc) in files.items()
+    )
+    return None if same else replace(manifest, files=files)
+
+
+@dataclass(slots=True)
+class Backup:
+    """What a repair has replaced or set aside.
+
+    Attributes:
+        root: The checkpoint, links resolved.
+        path: The folder; None until something is put into it.
+        kept: Files in it.
+        added: Files that were not there before.
+        folders: Folders that were not there before, outer ones first.
+    """
+
+    root: Path
+    path: Path | None = None
+    kept: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+
+    def make_folder(self, file: str) -> None:
+        """Make the folder of a file that is to be written, where there is none."""
+        missing = [folder for folder in (self.root / file).parents if not folder.exists()]
+        for folder in reversed(missing):
+            folder.mkdir()
+            fsync_folder(folder.parent)
+            self.folders.append(str(folder.relative_to(self.root)))
+
+    def place(self, file: str) -> Path:
+        """Return where a file goes, with the folders made that it needs."""
+        if self.path is None:
+            self._forget_unused()
+            numbers = [int(match[1]) for name in os.listdir(self.root) if (match := _BACKUP.fullmatch(name))]
+            self.path = self.root / f"{BACKUP}{max(numbers, default=0) + 1}"
+            self.path.mkdir()
+        target = self.path / file
+        missing = [folder for folder in target.parents if not folder.exists()]
+        for folder in reversed(missing):
+            folder.mkdir()
+            fsync_folder(folder.parent)
+        fsync_folder(self.root)
+        return target
+
+    def link(self, file: str) -> None:
+        """Keep a file that is about to be replaced, under a second name, or as a copy where there are no links."""
+        if file in self.kept or file in self.added:
+            return
+        source = self.root / file
+        if not os.path.lexists(source):
+            self.added.append(file)
+            return
+        target = self.place(file)
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            shutil.copy2(source, target, follow_symlinks=False)
+            with open(target, "rb") as copy:
+                os.fsync(copy.fileno())
+        fsync_folder(target.parent)
+        self.kept.append(file)
+
+    def move(self, file: str) -> None:
+        """Move a file here; one that this repair has made is removed."""
+        if file in self.added:
+            (self.root / file).unlink()
+            self.added.remove(file)
+            return
+        if file in self.kept:
+            (self.root / file).unlink()
+            return
+        target = self.place(file)
+        os.rename(self.root / file, target)
+        fsync_folder(target.parent)
+        fsync_folder((self.root / file).parent)
+        self.kept.append(file)
+
+    def _forget_unused(self) -> None:
+        """Remove backups of repairs that were killed before they replaced anything: second names of what is there."""
+        for name in sorted(os.listdir(self.root)):
+            folder = self.root / name
+            if not _BACKUP.fullmatch(name) or folder.is_symlink() or not folder.is_dir():
+                continue
+            files = [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
+            if all(_is_same_file(path, self.root / path.relative_to(folder)) for path in files):
+                shutil.rmtree(folder)
+
+
+def _is_same_file(first: Path, second: Path) -> bool:
+    try:
+        return os.path.samestat(first.lstat(), second.lstat())
+    except OSError:
+        return False
+
+
+def apply_steps(steps: Sequence[Step], backup: Backup, manifest: Manifest | None) -> None:
+    """Carry out steps that write or set aside files of a checkpoint.
+
+    Args:
+        steps: What to do.
+        backup: Where to keep what is replaced.
+        manifest: Ours, where the checkpoint has one; it is written anew when it would not fit any more.
+
+    Raises:
+        NotEnoughSpace: Found before anything is written.
+        ChecksumMismatch: What was written is not what it should be; nothing was replaced.
+        OSError: The disk fails.
+    """
+    root = backup.root
+    writes = [step for step in steps if step.content is not None]
+    drops = [step.action.file for step in steps if step.drop]
+    _check_space(root, sum(step.action.num_bytes for step in writes))
+    ready: dict[str, Path] = {}
+    try:
+        written: dict[str, tuple[int, int]] = {}
+        for step in writes:
+            file = step.action.file
+            backup.make_folder(file)
+            ready[file], crc = _write(root / file, step)
+            written[file] = step.action.num_bytes, crc
+        fresh = relisted(manifest, written, drops) if manifest is not None else None
+        if fresh is not None:
+            data = write_manifest(fresh)
+            ready[MANIFEST], _ = fill(root / MANIFEST, data)
+            backup.link(MANIFEST)
+        for file in ready:
+            backup.link(file)
+        if fresh is not None and (root / MANIFEST).exists():
+            (root / MANIFEST).unlink()
+            fsync_folder(root)
+        for file in sorted(ready, key=lambda file: file == MANIFEST):
+            if file == MANIFEST:
+                _drop(drops, backup)
+            os.replace(ready[file], root / file)
+            del ready[file]
+            fsync_folder((root / file).parent)
+        _drop(drops, backup)
+    except BaseException:
+        for path in ready.values():
+            path.unlink(missing_ok=True)
+        if backup.path is not None:
+            backup._forget_unused()
+        raise
+
+
+def _drop(files: list[str], backup: Backup) -> None:
+    while files:
+        backup.move(files[0])
+        del files[0]
+
+
+def _check_space(root: Path, needed_bytes: int) -> None:
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return
+    free = status.f_bavail * status.f_frsize
+    if needed_bytes > free:
+        raise NotEnoughSpace(
+            f"the repair needs {format_size(needed_bytes)} beside what it replaces, {format_size(free)} are free at "
+            f"`{root}`",
+            hint="make room, or repair one kind at a time with --only",
+        )
+
+
+def _write(target: Path, step: Step) -> tuple[Path, int]:
+    """Write a step's content beside its target; return where, and its CRC-32."""
+    assert step.content is not None
+    path, crc = fill(target, step.content)
+    if step.crc32 is not None and crc != step.crc32:
+        path.unlink()
+        raise ChecksumMismatch(
+            f"{step.action.file}: what was put together has CRC-32 {crc:08x}, the manifest says {step.crc32:08x}; "
+            "nothing was replaced"
+        )
+    return path, crc

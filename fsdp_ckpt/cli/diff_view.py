@@ -67,7 +67,9 @@ def _verdict(report: DiffReport) -> str:
         close = sum(part.num_close for part in report.parts)
         what = count(report.num_tensors, "tensor") + (f", {count(values, 'value')}" if values else "")
         within = f"; {close} of them within the tolerance" if close else ""
-        read = f"{format_size(report.read_bytes)} read" if report.read_bytes else "recorded checksums are equal, nothing was read"
+        read = "recorded checksums are equal, nothing was read"
+        if report.read_bytes:
+            read = f"{format_size(report.read_bytes)} read"
         return f"equal: {what}, {format_size(report.num_bytes / 2)}{within}; {read}"
     tensors = sum(len(part.different) for part in report.parts)
     objects = sum(len(part.objects) for part in report.parts)

@@ -18,7 +18,7 @@ from fsdp_ckpt.layouts.verdict import State
 from fsdp_ckpt.ops.list_run import read_run_deep
 from fsdp_ckpt.plan.retention import Retention, choose_kept
 from fsdp_ckpt.run.progress import Listener
-from fsdp_ckpt.store.leftovers import is_staging, remove_folder, remove_leftovers
+from fsdp_ckpt.store.leftovers import is_backup, is_staging, remove_folder, remove_leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = ["KeptCheckpoint", "PruneReport", "PrunedFolder", "SparedFolder", "prune_run"]
@@ -244,6 +244,7 @@ def _stranger_to_manifest(folder: Path) -> str | None:
     manifest = read_manifest(Folder(LocalStore(folder)))
     listed = set(manifest.files) | {MANIFEST} if manifest else set()
     for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not is_backup(name)]
         for name in sorted(folders + files):
             path = Path(place, name)
             inner = str(path.relative_to(folder))
@@ -256,6 +257,7 @@ def _stranger_to_manifest(folder: Path) -> str | None:
 def _stranger(folder: Path) -> str | None:
     """Return something in a folder that no framework puts into a checkpoint; links, hidden folders, checkpoints."""
     for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not is_backup(name)]
         for name in sorted(folders + files):
             path = Path(place, name)
             if name in folders:

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 __all__ = [
-    "LOCK", "LOCKS", "NO_LOCKS", "PUBLISH_LOCK", "hold", "is_at", "is_staging", "leftovers", "open_lock", "recover",
-    "recover_replaced", "remove_folder", "remove_folder_soon", "remove_if_idle", "remove_leftovers", "remove_soon",
-    "set_aside", "staging_name",
+    "BACKUP", "LOCK", "LOCKS", "NO_LOCKS", "PUBLISH_LOCK", "backup_number", "hold", "is_at", "is_backup", "is_staging",
+    "leftovers", "open_lock", "recover", "recover_replaced", "remove_folder", "remove_folder_soon", "remove_if_idle",
+    "remove_leftovers", "remove_soon", "set_aside", "staging_name",
 ]  # fmt: skip
 
 LOCK = ".fsdp-ckpt-lock"
@@ -29,8 +29,12 @@ LOCKS = (LOCK, PUBLISH_LOCK)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says on file systems without locks: there, two writers are not kept apart."""
 
+BACKUP = ".before-repair-"
+"""With a number, the name of the folder in a checkpoint that keeps what a repair replaced."""
+
 _MARK = "fsdp-ckpt"
 _STAGING = re.compile(rf"\.(?P<owner>.*)\.{_MARK}-[0-9a-f]+(\.old)?", re.DOTALL)
+_BACKUP = re.compile(re.escape(BACKUP) + r"([0-9]{1,6})")
 _MUCH_BYTES = 256 << 20
 """From this size on a folder is removed in a thread."""
 
@@ -48,6 +52,17 @@ def staging_name(owner: str, identity: str) -> str:
 def is_staging(name: str) -> bool:
     """Tell whether a name is one that we give to folders of unfinished results."""
     return name in LOCKS or _STAGING.fullmatch(name) is not None
+
+
+def is_backup(name: str) -> bool:
+    """Tell whether a name in a checkpoint is that of the folder that keeps what a repair replaced."""
+    return backup_number(name) is not None
+
+
+def backup_number(name: str) -> int | None:
+    """Return the number of a folder that keeps what a repair replaced; None for any other name."""
+    match = _BACKUP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def leftovers(destination: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdp_ckpt.errors import DestinationExists, MalformedFile, UsageError
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
-from fsdp_ckpt.store.leftovers import is_staging
+from fsdp_ckpt.store.leftovers import is_backup, is_staging
 from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = ["check_replaceable", "check_replaceable_model", "is_part_name", "local_path"]
@@ -115,9 +115,13 @@ def _stranger(folder: Folder) -> str | None:
 
 
 def _names(folder: Folder) -> list[str]:
-    """Return what is in a folder: files, folders, then links to nothing, pipes and the like."""
+    """Return what is in a folder: files, folders, then links to nothing, pipes and the like.
+
+    What a repair has kept of an earlier state is nobody's part, and goes with the checkpoint.
+    """
     others = set(os.listdir(folder.path)) - folder.files.keys() - set(folder.folders)
-    return [name for name in (*folder.files, *folder.folders, *sorted(others)) if not is_staging(name)]
+    names = (*folder.files, *folder.folders, *sorted(others))
+    return [name for name in names if not is_staging(name) and not is_backup(name)]
 
 
 def is_part_name(name: str) -> bool:

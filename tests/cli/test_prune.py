@@ -247,6 +247,16 @@ def test_a_foreign_checkpoint_with_a_stranger_in_it_stays(tmp_path: Path, name: 
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("make", [own, trainer])
+def test_what_a_repair_has_kept_goes_with_its_checkpoint(tmp_path: Path, make: Callable[[Path, int], Path]) -> None:
+    kept = make(tmp_path, 1) / ".before-repair-1"
+    kept.mkdir()
+    (kept / "thesis.tex").write_text("as it was")
+    make(tmp_path, 2)
+    assert run("prune", tmp_path, "--keep", "1").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == [f"{'step' if make is own else 'checkpoint'}-2"]
+
+
 @pytest.mark.parametrize("name", ["my-step-1", "step-1.bak", "epoch-1", "Step-1", "step-1-old", "notes.step-1"])
 def test_a_name_that_says_more_than_a_step_stays_and_does_not_count(tmp_path: Path, name: str) -> None:
     own(tmp_path, 1, name=name)

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-__all__ = ["BACKUP", "Findings", "Kind", "Patch", "RepairAction", "RepairFault", "Step"]
-
-BACKUP = ".before-repair-"
-"""Folders in a checkpoint that hold what repairs have replaced begin with this, a number follows."""
+__all__ = ["Findings", "Kind", "Patch", "RepairAction", "RepairFault", "Step"]
 
 
 class Kind(StrEnum):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from fsdp_ckpt.errors import FsdpCkptError
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest, write_manifest
-from fsdp_ckpt.ops.repairs.actions import BACKUP, Kind
+from fsdp_ckpt.ops.repairs.actions import Kind
 from fsdp_ckpt.ops.repairs.look import Look
 from fsdp_ckpt.ops.repairs.transaction import relisted
 from fsdp_ckpt.run.checksum import checksum_range
+from fsdp_ckpt.store.leftovers import backup_number
 from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = ["finish_interrupted"]
@@ -54,8 +55,8 @@ def _backup(root: Path) -> Path | None:
     """Return the latest backup, if our manifest is in it."""
     numbers = []
     for entry in root.iterdir():
-        number = entry.name.removeprefix(BACKUP)
-        if entry.name.startswith(BACKUP) and number.isdecimal() and entry.is_dir() and not entry.is_symlink():
-            numbers.append((int(number), entry))
+        number = backup_number(entry.name)
+        if number is not None and entry.is_dir() and not entry.is_symlink():
+            numbers.append((number, entry))
     latest = max(numbers, default=None)
     return latest[1] if latest is not None and (latest[1] / MANIFEST).is_file() else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,14 @@ from pathlib import Path
 
 from fsdp_ckpt.errors import ChecksumMismatch, NotEnoughSpace
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, write_manifest
-from fsdp_ckpt.ops.repairs.actions import BACKUP, Step
+from fsdp_ckpt.ops.repairs.actions import Step
 from fsdp_ckpt.ops.repairs.fill import fill
+from fsdp_ckpt.store.leftovers import BACKUP, backup_number, is_backup
 from fsdp_ckpt.store.syscalls import fsync_folder
 from fsdp_ckpt.units import format_size
 
 __all__ = ["Backup", "apply_steps", "relisted"]
 
-_BACKUP = re.compile(re.escape(BACKUP) + r"(\d{1,6})")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EXDEV)
 
 
@@ -76,8 +75,8 @@ class Backup:
         """Return where a file goes, with the folders made that it needs."""
         if self.path is None:
             self._forget_unused()
-            numbers = [int(match[1]) for name in os.listdir(self.root) if (match := _BACKUP.fullmatch(name))]
-            self.path = self.root / f"{BACKUP}{max(numbers, default=0) + 1}"
+            last = max((backup_number(name) or 0 for name in os.listdir(self.root)), default=0)
+            self.path = self.root / f"{BACKUP}{last + 1}"
             self.path.mkdir()
         target = self.path / file
         missing = [folder for folder in target.parents if not folder.exists()]
@@ -126,7 +125,7 @@ class Backup:
         """Remove backups of repairs that were killed before they replaced anything: second names of what is there."""
         for name in sorted(os.listdir(self.root)):
             folder = self.root / name
-            if not _BACKUP.fullmatch(name) or folder.is_symlink() or not folder.is_dir():
+            if not is_backup(name) or folder.is_symlink() or not folder.is_dir():
                 continue
             files = [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
             if all(_is_same_file(path, self.root / path.relative_to(folder)) for path in files):

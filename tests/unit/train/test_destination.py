@@ -44,6 +44,17 @@ def test_what_is_not_there_or_empty_may_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_ours, _accelerate])
+def test_what_a_repair_has_kept_does_not_stand_in_the_way(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    kept = make(tmp_path / "old") / ".before-repair-1"
+    kept.mkdir()
+    (kept / ".metadata").write_bytes(b"as it was")
+    check_replaceable(tmp_path / "old", overwrite=True)
+    kept.rename(tmp_path / "old" / ".before-repair-mine")
+    with pytest.raises(DestinationExists, match=r"holds `.before-repair-mine`"):
+        check_replaceable(tmp_path / "old", overwrite=True)
+
+
+@pytest.mark.parametrize("make", [_ours, _accelerate])
 def test_a_checkpoint_may_be_replaced_when_asked(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     folder = make(tmp_path / "old")
     check_replaceable(folder, overwrite=True)

@@ -14,11 +14,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_ckpt.catalog import Problem, Severity
+from fsdp_ckpt.codec.stamp import STAMP_BYTES, read_stamp
 from fsdp_ckpt.errors import MalformedFile
 from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
 from fsdp_ckpt.store.local import Folder
 
-__all__ = ["MANIFEST", "Manifest", "Member", "check_files", "ranks_elsewhere", "read_manifest", "write_manifest"]
+__all__ = [
+    "MANIFEST", "Manifest", "Member", "check_files", "check_stamps", "ranks_elsewhere", "read_manifest",
+    "write_manifest",
+]  # fmt: skip
 
 MANIFEST = "fsdp_ckpt.json"
 _FORMAT = "fsdp-ckpt/checkpoint/2"
@@ -174,6 +178,25 @@ def check_files(folder: Folder, manifest: Manifest) -> list[Problem]:
             message = f"has {have} bytes, the manifest says {size}"
             found.append(_problem("wrong-size", folder, path, message))
     return found
+
+
+def check_stamps(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
+    """Look at the first bytes of each data file: whether they are of this save, and of the rank that the name says.
+
+    Files that lack or have another size are left to ``check_files``. Files without a stamp, as we wrote them at first,
+    are taken as they are.
+    """
+    for path, (size, _) in manifest.files.items():
+        if not path.endswith(".distcp") or size < STAMP_BYTES or folder.store.size(folder.prefix + path) != size:
+            continue
+        stamp = read_stamp(folder.store.reader(folder.prefix + path)(0, STAMP_BYTES))
+        if stamp is not None and stamp[0] != manifest.save_id:
+            message = f"is of another save ({stamp[0]}), the manifest is of {manifest.save_id}"
+            yield _problem("mixed-saves", folder, path, message)
+        elif stamp is not None and stamp[1] != rank_of(path):
+            yield _problem(
+                "misplaced-file", folder, path, f"rank {stamp[1]} saved it, its name says rank {rank_of(path)}"
+            )
 
 
 def ranks_elsewhere(folder: Folder, manifest: Manifest) -> Iterator[Problem]:

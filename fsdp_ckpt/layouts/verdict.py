@@ -28,7 +28,7 @@ from fsdp_ckpt.layouts.composite import looks_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.elsewhere import rank_of
 from fsdp_ckpt.layouts.faults import DAMAGE
-from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, check_files, read_manifest
+from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, check_files, check_stamps, read_manifest
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.store.local import Folder, LocalStore
 
@@ -116,7 +116,7 @@ def _judge_own(folder: Folder) -> Verdict:
     if node:
         why = f"{why}; nothing of that rank is here: is it on another node?"
     if not why:
-        why = _damaged_index(folder, manifest)
+        why = _first_of(list(check_stamps(folder, manifest))) or _damaged_index(folder, manifest)
         state = State.DAMAGED if why else State.COMPLETE
     try:
         created = dt.datetime.fromisoformat(manifest.created)

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
 from fsdp_ckpt.errors import AmbiguousPart, FlatParameters, IncompleteCheckpoint, NoModelWeights, UsageError
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
+from fsdp_ckpt.layouts.manifest import check_stamps, read_manifest
+from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.units import format_size
 
-__all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "show_paths"]
+__all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "refuse_mixed", "show_paths"]
 
+_PART_FOLDERS = ("pytorch_model", "optimizer")
 _TRAINING_DIALECTS = ("dcp", "rank-files", "torch-file")
 
 
@@ -70,6 +73,26 @@ def describe_part(part: Part) -> str:
     return f"{part.name} ({len(files)} file{'' if len(files) == 1 else 's'}, {format_size(part.num_bytes)}, {state})"
 
 
+def refuse_mixed(checkpoint: Checkpoint, part: Part, *, paths: Sequence[str]) -> None:
+    """Make sure that the files of a part are of the save that a manifest of ours tells of.
+
+    Raises:
+        IncompleteCheckpoint: One is of another save, or of another rank.
+    """
+    roots, prefix = checkpoint.roots, ""
+    if checkpoint.root.resolve().name.startswith(_PART_FOLDERS):  # the manifest lies above it
+        prefix = f"{checkpoint.root.resolve().name}/"
+        roots = tuple(root.resolve().parent for root in roots)
+    folder = Folder(LocalStore(roots))
+    manifest = read_manifest(folder)
+    for problem in check_stamps(folder, manifest) if manifest is not None else ():
+        if problem.where.startswith(prefix) and problem.where.removeprefix(prefix) in part.files:
+            raise IncompleteCheckpoint(
+                f"`{problem.where}` {problem.message}; nothing was written",
+                hint=f"fsdp-ckpt validate {shlex.join(paths)}",
+            )
+
+
 def show_paths(paths: Sequence[str]) -> str:
     """Return paths for a sentence."""
     return " + ".join(f"`{path}`" for path in paths)
@@ -95,7 +118,7 @@ def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT") -> 
     errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
     if errors:
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
-        hint = f"fsdp-ckpt inspect {shlex.join(paths)}"
+        hint = f"fsdp-ckpt validate {shlex.join(paths)}"
         elsewhere = next((problem.message for problem in part.problems if problem.code == ELSEWHERE), None)
         if elsewhere is not None:
             more += f"; {elsewhere}"

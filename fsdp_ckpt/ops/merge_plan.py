@@ -11,7 +11,7 @@ from fsdp_ckpt.catalog import DTYPES, Checkpoint, DType, Part, Severity
 from fsdp_ckpt.errors import CorruptCheckpoint, NoModelWeights, UsageError
 from fsdp_ckpt.layouts.registry import PathLike, given_paths, read_checkpoint
 from fsdp_ckpt.names import parse_rename
-from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete, show_paths
+from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete, refuse_mixed, show_paths
 from fsdp_ckpt.ops.share import Share
 from fsdp_ckpt.ops.side_files import SideFiles, find_side_files
 from fsdp_ckpt.ops.ties import find_aliases, tie
@@ -109,6 +109,7 @@ def plan_merge(
     checkpoint = read_checkpoint(texts)
     part, notes = choose_model_part(checkpoint, chosen.part, paths=texts, out=out)
     refuse_incomplete(part, paths=texts, out=out)
+    refuse_mixed(checkpoint, part, paths=texts)
     if not part.tensors:
         raise NoModelWeights(
             f"{show_paths(texts)} holds no tensors, only {len(part.objects)} pickled objects",

@@ -215,7 +215,7 @@ class Checkpointer:
         if passed:
             raise IncompleteCheckpoint(
                 f"`{self.folder}` holds no checkpoint that can be used: {'; '.join(passed)}",
-                hint=f"fsdp-ckpt inspect {found[0]}; to begin anew, use another folder",
+                hint=f"fsdp-ckpt validate {found[0]}; to begin anew, use another folder",
             )
         if ranks.is_first:
             _log.info("nothing to resume in %s", self.folder.absolute())

@@ -40,14 +40,15 @@ def commit(
     doing = f"saving {target}"
     staging: list[Staging] = []
 
-    def begin() -> tuple[str, str]:
+    def begin() -> tuple[str, str, str]:
         _begin(staging, job, target, overwrite=overwrite)
         token = f".{os.urandom(8).hex()}"
         (staging[0].path / token).touch()
-        return str(staging[0].path), token
+        return str(staging[0].path), token, job.save_id
 
     try:
-        place, token = ranks.from_first(begin, doing)
+        place, token, save_id = ranks.from_first(begin, doing)
+        job = replace(job, save_id=save_id)
         with ranks.together(doing):
             sees_first = is_visible(Path(place) / token)
         leaders = find_leaders(target, sees_first, ranks, doing)
@@ -87,7 +88,7 @@ def _write(
     files: dict[str, FileFacts] = {}
     shared = dict(job.shared)
     for part in job.parts:
-        written, unwritten = write_part(part, place, ranks, durable=durable, doing=doing)
+        written, unwritten = write_part(part, place, ranks, save_id=job.save_id, durable=durable, doing=doing)
         files |= written
         shared |= unwritten
     mine: dict[str, FileFacts] = {}

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_ckpt.catalog import Checkpoint, Part, Problem, Role, Severity
 from fsdp_ckpt.errors import CheckpointNotFound, ChecksumMismatch, CorruptCheckpoint, IncompleteCheckpoint
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
-from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, Member, read_manifest
+from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, Member, check_files, check_stamps, read_manifest
 from fsdp_ckpt.layouts.registry import list_checkpoints, read_checkpoint
 from fsdp_ckpt.store.leftovers import recover_replaced
 from fsdp_ckpt.store.local import Folder, LocalStore
@@ -175,6 +175,7 @@ def open_source(path: str | os.PathLike[str], ranks: Ranks, doing: str) -> Sourc
         if local.is_dir():
             manifest = read_manifest(Folder(LocalStore(local)))
             _check_index_files(local, manifest)
+            _check_stamps(local, manifest, ranks)
     remote = find_remote(local, manifest, ranks, doing) if is_ours else None
     if remote is not None:
         return _open_spread(local, remote, warnings, ranks, doing)
@@ -262,6 +263,25 @@ def _check_index_files(folder: Path, manifest: Manifest | None) -> None:
                 raise ChecksumMismatch(f"`{folder}`: {path} is damaged: its CRC-32 is {found:08x}, {crc} was recorded")
 
 
+def _check_stamps(folder: Path, manifest: Manifest | None, ranks: Ranks) -> None:
+    """Make sure that the data files are of the save that the manifest tells of: the first rank looks for all.
+
+    Where nodes have disks of their own, each rank looks at what its node has.
+
+    Raises:
+        IncompleteCheckpoint: One is of another save, or of another rank.
+    """
+    below = Folder(LocalStore(folder))
+    if manifest is None or not (ranks.is_first or check_files(below, manifest)):
+        return
+    found = next(check_stamps(below, manifest), None)
+    if found is not None:
+        raise IncompleteCheckpoint(
+            f"`{folder}`: {found.where} {found.message}",
+            hint=f"fsdp-ckpt validate {folder}; or load an older checkpoint",
+        )
+
+
 def refuse_faults(source: Source, parts: Iterable[Part]) -> None:
     """Make sure that what is to be loaded is whole.
 
@@ -275,7 +295,7 @@ def refuse_faults(source: Source, parts: Iterable[Part]) -> None:
         more = f"; and {len(faults) - 5} more faults" if len(faults) > 5 else ""
         raise IncompleteCheckpoint(
             f"`{source.checkpoint.root}` is incomplete or damaged: {shown}{more}",
-            hint=f"fsdp-ckpt inspect {source.checkpoint.root}; or load an older checkpoint",
+            hint=f"fsdp-ckpt validate {source.checkpoint.root}; or load an older checkpoint",
         )
 
 

@@ -185,7 +185,7 @@ def encode_local(part: PartState) -> PartState:
 
 
 def write_part(
-    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
+    part: PartState, place: Path, ranks: Ranks, *, save_id: str, durable: bool, doing: str
 ) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
     """Write a part, but for its ``.metadata``. A collective.
 
@@ -198,13 +198,13 @@ def write_part(
         return ({} if found is None else {part.full_file: (found[0], f"{found[1]:08x}")}), {}
     if part.style == "LOCAL_STATE_DICT" and part.head == "model":
         return _write_local(part, place, ranks, durable=durable, doing=doing), {}
-    return _write_sharded(part, place, ranks, durable=durable, doing=doing)
+    return _write_sharded(part, place, ranks, save_id=save_id, durable=durable, doing=doing)
 
 
 def _write_sharded(
-    part: PartState, place: Path, ranks: Ranks, *, durable: bool, doing: str
+    part: PartState, place: Path, ranks: Ranks, *, save_id: str, durable: bool, doing: str
 ) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
-    writer = ShardWriter(place / part.name, ranks.rank, durable=durable)
+    writer = ShardWriter(place / part.name, ranks.rank, save_id=save_id, durable=durable)
     with ranks.together(doing):
         try:
             writer.expect(part.tensors.values(), part.objects.values())

@@ -44,21 +44,23 @@ class RecordFile:
         durable: Hand bytes to the disk as they come, and let ``close`` wait until it has them all.
         expected_bytes: Size that it will have, as far as it is known. So much is reserved at once: a full disk is
             noticed before anything is written, and the file lies in one piece.
+        stamp: Its first bytes, before any record.
 
     Attributes:
         path: As given.
         expected_bytes: As given; may be set until the first record is written.
     """
 
-    def __init__(self, path: Path, *, durable: bool, expected_bytes: int = 0) -> None:
+    def __init__(self, path: Path, *, durable: bool, expected_bytes: int = 0, stamp: bytes = b"") -> None:
         self.path = path
         self._durable = durable
         self.expected_bytes = expected_bytes
         self._reserved_bytes = 0
         self._fd = -1
-        self._position = 0
+        self._stamp = stamp
+        self._position = len(stamp)
         self._flushed = 0
-        self._crc: int | None = 0
+        self._crc: int | None = crc32(stamp, 0)
 
     @property
     def is_open(self) -> bool:
@@ -130,6 +132,7 @@ class RecordFile:
             self._fd = open_new(self.path)
             if self.expected_bytes and preallocate(self._fd, self.expected_bytes):
                 self._reserved_bytes = self.expected_bytes
+            write_all(self._fd, self._stamp, 0)
         return self._fd
 
     def _account(self, data: bytes) -> None:

@@ -16,6 +16,7 @@ from fsdp_ckpt.catalog import DTYPES, Shape
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
 from fsdp_ckpt.codec.dcp_metadata_writer import write_metadata
 from fsdp_ckpt.codec.distcp_item import lay_out_item
+from fsdp_ckpt.codec.stamp import STAMP_BYTES, make_stamp
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.plan.boxes import check_coverage
@@ -103,16 +104,18 @@ class ShardWriter:
     Args:
         folder: The part's folder.
         rank: This rank, for the file's name.
+        save_id: Of the save; the file begins with it.
         durable: Wait until the disk has it all.
     """
 
-    def __init__(self, folder: Path, rank: int, *, durable: bool) -> None:
-        self._file = RecordFile(folder / f"__{rank}_0.distcp", durable=durable)
+    def __init__(self, folder: Path, rank: int, *, save_id: str, durable: bool) -> None:
+        stamp = make_stamp(save_id, rank)
+        self._file = RecordFile(folder / f"__{rank}_0.distcp", durable=durable, stamp=stamp)
         self.share = Share()
 
     def expect(self, tensors: Iterable[LiveTensor], objects: Iterable[bytes]) -> None:
         """Say what is going to be added, so that the disk space is reserved when the first of it is."""
-        size = 0
+        size = STAMP_BYTES
         for tensor in tensors:
             for piece in stored_pieces(tensor):
                 size = lay_out_item(dtype_of(tensor.dtype, tensor.name), piece.lengths, size).stop

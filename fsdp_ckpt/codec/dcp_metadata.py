@@ -96,7 +96,10 @@ def _convert(root: Record, where: str) -> DcpMetadata:
         if item.cls.endswith("BytesStorageMetadata"):
             objects.append(key)
             continue
-        properties = item.get("properties")
+        properties = _of_class(item, "TensorStorageMetadata", where).get("properties")
+        _of_class(properties, "TensorProperties", where)
+        if len(properties.state) == 5 and not _is_memory_format(properties.state[3]):
+            raise MalformedFile(f"{where}: `{key}` has no memory format")
         fields, module = len(properties.state), properties.cls
         dtype = properties.state[0]
         if not isinstance(dtype, DType):
@@ -107,8 +110,10 @@ def _convert(root: Record, where: str) -> DcpMetadata:
     storage: dict[tuple[str, Shape | None], StorageInfo] = storage_records
     for index in [index for index in storage_records if type(index) is not tuple]:
         info = storage_records.pop(index)
-        if not isinstance(index, Record) or type(index.get("fqn")) is not str or not isinstance(info, Record):
-            raise MalformedFile(f"{where}: a storage index without a key, or without a place")
+        _of_class(index, "MetadataIndex", where)
+        _of_class(info, "_StorageInfo", where)
+        if type(index.get("fqn")) is not str:
+            raise MalformedFile(f"{where}: a storage index without a key")
         offset = index.get("offset")
         storage[index.get("fqn"), None if offset is None else _sizes(offset, where)] = _info(info, where)
     planner = root.get("planner_data")
@@ -119,6 +124,20 @@ def _convert(root: Record, where: str) -> DcpMetadata:
         storage=storage,
         writer=_writer(root, fields, module),
     )
+
+
+def _of_class(value: Any, name: str, where: str) -> Record:
+    """Return a record if it is one of a class; writers have classes of their own, but call them the same."""
+    if not isinstance(value, Record) or not value.cls.endswith(f".{name}"):
+        raise MalformedFile(f"{where}: a {type(value).__name__} where a {name} is expected")
+    return value
+
+
+def _is_memory_format(value: Any) -> bool:
+    """Tell whether it is a member of ``_MEM_FORMAT_ENCODING``, by value or, as Python 3.11 pickled it, by name."""
+    if isinstance(value, Record):
+        return value.cls.endswith("MEM_FORMAT_ENCODING") and value.args in ((0,), (1,), (2,))
+    return isinstance(value, Constructor) and "MEM_FORMAT_ENCODING." in value.name
 
 
 def _paths(planner: dict[Any, Any], where: str) -> dict[str, tuple[str | int, ...]]:
@@ -145,6 +164,7 @@ def _sizes(value: Any, where: str) -> Shape:
 def _box(chunk: Any, where: str) -> tuple[Shape, Shape]:
     if type(chunk) is tuple:
         return chunk
+    _of_class(chunk, "ChunkStorageMetadata", where)
     return _sizes(chunk.get("offsets"), where), _sizes(chunk.get("sizes"), where)
 
 

@@ -81,10 +81,16 @@ def _path(machine: Machine, args: tuple[Any, ...]) -> str:
     return posixpath.join(*args) if args else "."
 
 
+_LAYOUTS = tuple(
+    f"torch.{name}" for name in ("strided", "_mkldnn", "jagged", "sparse_bsc", "sparse_bsr", "sparse_coo", "sparse_csc",
+    "sparse_csr")
+)  # fmt: skip
+
+
 def _layout(machine: Machine, args: tuple[Any, ...]) -> str:
-    if len(args) != 1 or type(args[0]) is not str:
-        raise machine.malformed("torch layout without a name")
-    return args[0]
+    if len(args) != 1 or args[0] not in _LAYOUTS:
+        raise machine.malformed("an unknown torch layout")
+    return str(args[0])
 
 
 def _plain_values(name: str, kind: Callable[..., Any], types: tuple[type, ...]) -> Constructor:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["OPCODES", "STOP"]
 
 STOP = ord(".")
+_MAX_PROTOCOL = 5
+_AFTER_FRAME = frozenset(b"\x95XB\x8d\x8e\x96")
+"""FRAME, and the texts and bytes that may be large."""
 _INT4 = struct.Struct("<i")
 _UINT4 = struct.Struct("<I")
 _UINT8 = struct.Struct("<Q")
@@ -132,6 +135,23 @@ def _op_extension(m: Machine) -> None:
     raise UnsafePickle("copyreg extension", where=m.where)
 
 
+def _op_proto(m: Machine) -> None:
+    number = m.take(1)[0]
+    if number > _MAX_PROTOCOL:
+        raise m.malformed(f"protocol {number}")
+
+
+def _op_frame(m: Machine) -> None:
+    """Only a hint for buffering, but Python refuses one that ends elsewhere than before an operation.
+
+    Picklers end frames before the next one, and before large texts and bytes, which they put in none.
+    """
+    (size,) = _UINT8.unpack(m.take(8))
+    end = m.position + size
+    if end > len(m.data) or (end < len(m.data) and m.data[end] not in _AFTER_FRAME and m.data[end - 1] != STOP):
+        raise m.malformed(f"a frame of {size} bytes")
+
+
 def _push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     def op(m: Machine) -> None:
         value = read(m)  # first: it may replace the stack
@@ -154,8 +174,8 @@ def _table() -> list[Callable[[Machine], Any] | None]:
         return lambda m: m.take(size(m))
 
     by_code: dict[bytes, Callable[[Machine], Any]] = {
-        b"\x80": lambda m: m.take(1),  # PROTO
-        b"\x95": lambda m: m.take(8),  # FRAME: only a hint for buffering
+        b"\x80": _op_proto,
+        b"\x95": _op_frame,
         b"(": lambda m: m.push_mark(),
         b"0": lambda m: m.stack.pop(),
         b"1": lambda m: m.pop_mark(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_ckpt.catalog import DTYPES, MAX_DIMS, DType, Shape
@@ -97,12 +97,16 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorRef:
-    """One rank's share of a ShardedTensor: shape and boxes of the whole, and the shards in this file."""
+    """One rank's share of a ShardedTensor: shape and boxes of the whole, and the shards in this file.
+
+    ``rank`` is the one that saved it, among all; torch loads it on no other.
+    """
 
     shape: Shape
     dtype: DType
     boxes: tuple[tuple[Shape, Shape], ...]
     shards: tuple[LocalShard, ...]
+    rank: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,10 @@ def _sharded_tensor(machine: Machine, state: Any) -> ShardedTensorRef:
         dtype = dtype or tensor.dtype
     if not isinstance(dtype, DType):
         raise machine.malformed("a ShardedTensor without dtype")
-    return ShardedTensorRef(_shape(machine, metadata.get("size")), dtype, boxes, tuple(shards))
+    group = state[2] if len(state) > 2 else None
+    rank = group.get("global_rank") if isinstance(group, Record) else None
+    shape = _shape(machine, metadata.get("size"))
+    return ShardedTensorRef(shape, dtype, boxes, tuple(shards), rank if type(rank) is int else None)
 
 
 def _box(machine: Machine, box: Any) -> tuple[Shape, Shape]:

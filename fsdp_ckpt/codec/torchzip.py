@@ -9,6 +9,7 @@ stored; a compressed one is refused, so nothing can expand. Format: PKWARE APPNO
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 import zlib
@@ -30,12 +31,18 @@ _EOCD64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s4B4H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_REFUSED_FLAGS = 0x2061
+"""Encrypted, patched, or with a hidden directory; torch refuses these as well."""
+_IS_FOLDER = 0x10
+"""Among the external attributes; torch reads nothing from such a record, and takes what was in memory."""
 _WHOLE_BYTES = 8 << 10
 _TAIL_BYTES = 2 << 10
 _COMMENT_BYTES = 65535
 _MAX_DIRECTORY_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 256 << 20
 _MAX_EXPANDED_BYTES = 1 << 30
+_MAX_VERSION = 10
+"""``kMaxSupportedFileFormatVersion`` of torch; what it writes is 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +103,23 @@ class Archive:
             UnsafePickle: It refers to a global that is not in ``known``.
             MalformedFile: It is broken.
         """
-        if self.records.get("byteorder") and self.read("byteorder").strip() == b"big":
-            raise Incompatible(f"{self.where}: written on a big-endian machine, which is not supported")
         data = self.read("data.pkl")
+        self.check_version()
         return Machine(data, known, where=self.where, persistent=storage_from_pid, allow_unknown=allow_unknown).run()
+
+    def check_version(self) -> None:
+        """Refuse what torch refuses: an archive without a version, or of one that it does not know.
+
+        Raises:
+            MalformedFile: Its version or byte order is none.
+            Incompatible: It was written on a big-endian machine.
+        """
+        order = self.read("byteorder").strip() if "byteorder" in self.records else b"little"
+        if order == b"big":
+            raise Incompatible(f"{self.where}: written on a big-endian machine, which is not supported")
+        version = self.read(".data/version" if ".data/version" in self.records else "version").strip()
+        if order != b"little" or not version.isdigit() or not 1 <= int(version[:9]) <= _MAX_VERSION:
+            raise MalformedFile(f"{self.where}: an unknown version or byte order: {version!r:.20}, {order!r:.20}")
 
     def data_record(self, key: str) -> ZipRecord:
         """Return the record of a storage."""
@@ -156,6 +176,7 @@ def _parse(window: _Window, where: str) -> Archive:
         directory = window.get(directory_start, directory_bytes)
         records: dict[str, ZipRecord] = {}
         prefix, has_crc, position = None, False, 0
+        spans: list[tuple[int, int]] = []
         for _ in range(count):
             name, crc, num_bytes, header, position = _central_entry(directory, position)
             head, _, rest = name.partition("/")
@@ -165,22 +186,19 @@ def _parse(window: _Window, where: str) -> Archive:
             content = _content_start(window, window.start + header, name)
             if content + num_bytes > directory_start:
                 raise ValueError(f"record {name!r:.80} runs into the directory")
+            spans.append((window.start + header, content + num_bytes))
             records[rest] = ZipRecord(name=rest, start=content, size=num_bytes, crc32=crc)
             has_crc = has_crc or (crc != 0 and num_bytes > 0)
     except (ValueError, struct.error, UnicodeDecodeError) as error:
         if isinstance(error, MalformedFile):
             raise
         raise MalformedFile(f"{where}: not a torch archive, or a damaged one: {error}") from None
-    _refuse_overlaps(records, where)
+    spans.sort()
+    if any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans)):
+        raise MalformedFile(f"{where}: two records overlap")
+    if "version" not in records and ".data/version" not in records:
+        raise MalformedFile(f"{where}: not a torch archive, or a damaged one: it has no version")
     return Archive(where, window.cached, window.start, window.stop, records, has_crc)
-
-
-def _refuse_overlaps(records: Mapping[str, ZipRecord], where: str) -> None:
-    end = 0
-    for record in sorted(records.values(), key=lambda record: record.start):
-        if record.start < end and record.size:
-            raise MalformedFile(f"{where}: record `{record.name}` overlaps another one")
-        end = max(end, record.start + record.size)
 
 
 def _find_directory(window: _Window) -> tuple[int, int, int]:
@@ -194,18 +212,23 @@ def _find_directory(window: _Window) -> tuple[int, int, int]:
             raise ValueError("the end of the archive is missing")
         position = begin + found
         tail = block[found : found + _EOCD.size]
-    _, disk, _, _, count, num_bytes, offset, _ = _EOCD.unpack(tail)
+    _, disk, first_disk, on_disk, count, num_bytes, offset, _ = _EOCD.unpack(tail)
+    disks = disk | first_disk | (on_disk ^ count)
     locator_at = position - _LOCATOR.size
     if locator_at >= window.start:
         locator = window.get(locator_at, _LOCATOR.size)
         if locator[:4] == b"PK\6\7":
-            _, _, at, _ = _LOCATOR.unpack(locator)
+            _, disk, at, num_disks = _LOCATOR.unpack(locator)
+            disks |= disk | (num_disks ^ 1)
             end64 = _EOCD64.unpack(window.get(window.start + at, _EOCD64.size))
             if end64[0] != b"PK\6\6":
                 raise ValueError("the 64-bit end record is missing")
+            disks |= end64[4] | end64[5] | (end64[6] ^ end64[7])
             count, num_bytes, offset = end64[7], end64[8], end64[9]
             position = window.start + at
-    if disk or offset + num_bytes > position - window.start or count * _CENTRAL.size > num_bytes:
+    if disks:  # torch refuses such archives as well
+        raise ValueError("the end record is of an archive in several pieces")
+    if offset + num_bytes > position - window.start or count * _CENTRAL.size > num_bytes:
         raise ValueError("the directory lies outside of the archive")
     return count, window.start + offset, num_bytes
 
@@ -214,6 +237,8 @@ def _central_entry(directory: bytes, position: int) -> tuple[str, int, int, int,
     fields = _CENTRAL.unpack_from(directory, position)
     signature, flags, method, crc, packed, size = fields[0], fields[5], fields[6], fields[9], fields[10], fields[11]
     name_bytes, extra_bytes, comment_bytes, header = fields[12], fields[13], fields[14], fields[18]
+    if position + _CENTRAL.size + name_bytes + extra_bytes + comment_bytes > len(directory):
+        raise ValueError("a directory entry reaches beyond the directory")
     if signature != b"PK\1\2":
         raise ValueError("a directory entry is broken")
     position += _CENTRAL.size
@@ -221,7 +246,9 @@ def _central_entry(directory: bytes, position: int) -> tuple[str, int, int, int,
     position += name_bytes
     if 0xFFFFFFFF in (packed, size, header):
         packed, size, header = _zip64(directory[position : position + extra_bytes], packed, size, header)
-    if method != 0 or flags & 1 or packed != size:
+    if fields[15] > 1 or fields[17] & _IS_FOLDER:
+        raise ValueError("a directory entry of another disk, or of a folder")
+    if method != 0 or flags & _REFUSED_FLAGS or packed != size:
         raise ValueError(f"record {name!r:.80} is compressed or encrypted, which torch never does")
     return name, crc, size, header, position + extra_bytes + comment_bytes
 
@@ -320,6 +347,8 @@ def resolve_item(chunk: Chunk, dtype: DType, read_at: ReadAt, *, where: str) -> 
     archive = open_archive(read_at, chunk.start, chunk.stop, where=where)
     pickle = archive.read("data.pkl")
     tensor = _SINGLE.get(pickle)
+    if tensor is not None and not archive.has_crc:
+        archive.check_version()  # otherwise the checksums of these records say it
     if tensor is None:
         value = archive.load()
         if not isinstance(value, TensorRef):

@@ -6,6 +6,7 @@ Also what other writers make of it: one metadata file per rank (``use_collective
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,7 +82,7 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
         for source in sources:
             where = folder.prefix + source
             data = folder.store.read(where, limit_bytes=folder.files[source])  # memory was checked
-            build.add(read_metadata(data, where=where))
+            build.add(read_metadata(data, where=where), source)
     files = {
         folder.prefix + file: folder.files[file] for file in folder.files if file in build.files or file in sources
     }
@@ -136,12 +137,18 @@ class _Builder:
     paths: dict[str, KeyPath] = field(default_factory=dict)
     files: dict[str, _DataFile] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)
+    misnamed: list[tuple[str, KeyPath | None]] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
     writer: str | None = None
     _blobs: dict[tuple[str, int], Header] = field(default_factory=dict)
+    _claimed: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    """Keys by blob, as far as the metadata say that they are in it."""
 
-    def add(self, metadata: DcpMetadata) -> None:
+    def add(self, metadata: DcpMetadata, source: str) -> None:
         self.writer = metadata.writer
         raw = metadata.writer == "ByteCheckpoint"
+        self._compare_names(metadata)
+        self._compare_rank(metadata, source)
         for key, tensor in metadata.tensors.items():
             self.paths.setdefault(key, metadata.paths.get(key) or (key,))
             found = self._chunks(key, tensor, metadata.storage, raw)
@@ -167,6 +174,24 @@ class _Builder:
                     encoding=_encoding(key, transforms),
                 )  # fmt: skip
 
+    def _compare_names(self, metadata: DcpMetadata) -> None:
+        """Note keys whose path is another one: torch makes the key of the path.
+
+        There may be paths without items: torch before 2.4 kept those of objects that only other ranks had.
+        """
+        paths = metadata.paths
+        for key in itertools.chain(metadata.tensors, metadata.objects) if paths else ():
+            path = paths.get(key)
+            if path is None or ".".join(map(str, path)) != key:
+                self.misnamed.append((key, path))
+
+    def _compare_rank(self, metadata: DcpMetadata, source: str) -> None:
+        """Note metadata of one rank that are about the files of another one."""
+        match = RANK_METADATA.fullmatch(source)
+        files = {info[0] for info in metadata.storage.values()} if match else set()
+        if match and any(rank_of(file) not in (None, int(match[1])) for file in files):
+            self.misplaced.append(source)
+
     def _chunks(
         self, key: str, tensor: DcpTensor, storage: Mapping[tuple[str, Shape | None], StorageInfo], raw: bool
     ) -> list[Chunk]:
@@ -186,11 +211,12 @@ class _Builder:
             encoding = Encoding.TORCH_ZIP
             if transforms:
                 encoding = _encoding(key, transforms)
-            elif length == num_bytes and length:  # an archive is always longer than the tensor in it
-                if not raw:
+            elif length == num_bytes:  # an archive is always longer than the tensor in it
+                if length and not raw:
                     found.append(self._blob_chunk(key, tensor, (offsets, lengths), name, start))
                     continue
-                encoding = Encoding.RAW
+                if raw or self._is_blob(name, start):
+                    encoding = Encoding.RAW
             if start < 0 or length < 0:
                 raise CorruptCheckpoint(f"{prefix}.metadata: `{key}` lies at an impossible place in {name}")
             file = files.get(name) or self._file(name)
@@ -201,6 +227,12 @@ class _Builder:
                 new(Chunk, (offsets, lengths, file.path, start, stop, encoding, None, None, None, False, False))
             )
         return found
+
+    def _is_blob(self, file: str, start: int) -> bool:
+        """Tell whether a tensor without elements stands in a blob."""
+        path = self.folder.prefix + file
+        size = self.folder.store.size(path)
+        return size is not None and start + 9 <= size and self.folder.store.reader(path)(start + 8, 1) == b"{"
 
     def _file(self, name: str) -> _DataFile:
         return self.files.setdefault(name, _DataFile(path=self.folder.prefix + name))
@@ -224,6 +256,7 @@ class _Builder:
         if header is None:
             header = self._blobs[file, start] = read_header(self.folder.store.reader(path), start, size, where=path)
             self._note_end(key, file, size)
+        self._claimed.setdefault((file, start), set()).add(key)
         for item in header.tensors:
             if item.name == key:
                 if item.dtype != tensor.dtype or item.shape != box[1]:
@@ -247,6 +280,12 @@ class _Builder:
                 yield _problem(Severity.ERROR, "short-file", folder, file, message)
         for key in self.unlisted[:10]:
             yield _problem(Severity.ERROR, "unlisted-item", folder, key, "the metadata do not say where it is stored")
+        for key, path in self.misnamed[:10]:
+            shown = "no path" if path is None else f"the path {'.'.join(map(str, path))!r:.200}"
+            yield _problem(Severity.ERROR, "name-mismatch", folder, key, f"the metadata give it {shown}")
+        for source in self.misplaced:
+            yield _problem(Severity.ERROR, "misplaced-file", folder, source, "it is about the files of another rank")
+        yield from self._unclaimed()
         stale = [
             file for file in folder.files if file.endswith(".distcp") and file not in self.files and folder.files[file]
         ]
@@ -258,6 +297,15 @@ class _Builder:
                 file,
                 "not referenced by the metadata, left from an earlier save",
             )
+
+    def _unclaimed(self) -> Iterator[Problem]:
+        """Yield tensors of blobs that the metadata do not mention."""
+        for (file, start), header in self._blobs.items():
+            claimed = self._claimed[file, start]
+            unknown = [item.name for item in header.tensors if item.stop > item.start and item.name not in claimed]
+            if unknown:
+                message = f"{len(unknown)} of {len(header.tensors)} tensors belong to no item, first `{unknown[0]}`"
+                yield _problem(Severity.WARNING, "unclaimed-bytes", self.folder, file, message)
 
 
 def _merge_ranks(known: TensorEntry, tensor: DcpTensor, found: list[Chunk]) -> TensorEntry:

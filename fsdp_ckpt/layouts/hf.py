@@ -112,11 +112,11 @@ class _Gather:
                 raise CorruptCheckpoint(f"`{item.name}` has two dtypes, in {self.homes[item.name]} and in {file}")
             known = self.chunks.setdefault(item.name, [])
             if any(other.offsets == chunk.offsets and other.lengths == chunk.lengths for other in known):
-                if not offsets:
-                    message = f"stands in {self.homes[item.name]} and in {file}; the first is used"
-                    self.problems.append(
-                        Problem(severity=Severity.WARNING, code="duplicate-tensor", where=item.name, message=message)
-                    )
+                what = "a shard of it" if offsets else "it"
+                message = f"{what} stands in {self.homes[item.name]} and in {file}; the first is used"
+                self.problems.append(
+                    Problem(severity=Severity.WARNING, code="duplicate-tensor", where=item.name, message=message)
+                )
                 continue
             self.homes.setdefault(item.name, file)
             known.append(chunk)
@@ -168,12 +168,13 @@ def _check_index(folder: Folder, index_name: str, gather: _Gather) -> Iterable[P
             message=f"listed in {index_name}, but not there",
         )
     for key, file in pairs:
-        if file not in absent and key not in gather.homes:
+        if file not in absent and gather.homes.get(key) != file:
+            elsewhere = f", but in {gather.homes[key]}" if key in gather.homes else ""
             yield Problem(
                 severity=Severity.ERROR,
                 code="missing-tensor",
                 where=key,
-                message=f"is not in {file}, as {index_name} says",
+                message=f"is not in {file}, as {index_name} says{elsewhere}",
             )
     extra = sorted(gather.homes.keys() - {key for key, _ in pairs})
     if extra:
@@ -189,6 +190,10 @@ def _missing_numbers(folder: Folder, files: list[str]) -> Iterable[Problem]:
     matches = [match for file in files if not is_rank_shard(file) and (match := _NUMBERED.fullmatch(file))]
     for stem, total in sorted({(match[1], match[3]) for match in matches}):
         have = {int(match[2]) for match in matches if match[1] == stem and match[3] == total}
+        if int(total) > 1:
+            message = f"{len(have)} of {int(total)} numbered files, but no {stem}.safetensors.index.json"
+            where = f"{folder.prefix}{stem}.safetensors.index.json"
+            yield Problem(severity=Severity.WARNING, code="missing-index", where=where, message=message)
         for number in sorted(set(range(1, int(total) + 1)) - have)[:10]:
             file = f"{stem}-{number:05}-of-{total}.safetensors"
             yield Problem(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
     gather = _Gather()
     for rank, name in group.files.items():
         opened = open_torch_file(folder.store, folder.prefix + name, allow_unknown=allow_unknown)
-        gather.add(rank, opened)
+        gather.add(rank, opened, group.world_size)
     missing = [rank for rank in range(group.world_size) if rank not in group.files]
     splits = split_roles(gather.paths.items(), default=role)
     files = {folder.prefix + name: folder.files[name] for name in group.files.values()}
@@ -87,9 +87,13 @@ def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
         tensors = {key: replace(gather.tensors[key], **place) for key, place in places.items() if key in gather.tensors}
         objects = {key: replace(gather.objects[key], **place) for key, place in places.items() if key in gather.objects}
         problems = [p for p in gather.problems if p.where in tensors]
+        if number == 0:
+            problems[:0] = gather.misplaced
         if number == 0 and missing:
             problems.insert(0, _missing_ranks(folder, group, missing))
         flat = flat_reason(tensors.values()) or _local_slices(gather, tensors)
+        if flat:  # slices are no replicas
+            problems = [problem for problem in problems if problem.code != "replicas-differ"]
         if flat is None:
             holes = list(coverage_problems(tensors.values()))
             problems += holes
@@ -122,11 +126,14 @@ class _Gather:
     paths: dict[str, KeyPath] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unequal: set[str] = field(default_factory=set)
+    misplaced: list[Problem] = field(default_factory=list)
     num_ranks: int = 0
     """Ranks that sharded tensors are spread over, as far as the tensors say."""
 
-    def add(self, rank: int, opened: TorchFile) -> None:
-        for key, (path, value) in opened.by_key().items():
+    def add(self, rank: int, opened: TorchFile, world_size: int) -> None:
+        by_key = opened.by_key()
+        self._compare_rank(rank, opened, (value for _, value in by_key.values()), world_size)
+        for key, (path, value) in by_key.items():
             if isinstance(value, TensorRef):
                 self._add_plain(rank, key, path, opened, value)
             elif isinstance(value, DTensorRef | ShardedTensorRef):
@@ -136,6 +143,26 @@ class _Gather:
                 self.objects[key] = ObjectEntry(
                     key=key, name=key, file=opened.file, start=0, stop=opened.size, value=value, decoded=True
                 )
+
+    def _compare_rank(self, rank: int, opened: TorchFile, values: Iterable[Any], world_size: int) -> None:
+        """Compare a file's name with the rank that its first sharded tensor says."""
+        for value in values:
+            saved, severity = None, Severity.ERROR
+            if isinstance(value, ShardedTensorRef):
+                saved = value.rank
+            elif isinstance(value, DTensorRef) and value.coordinate and math.prod(value.mesh_shape) == world_size:
+                saved = 0
+                for place, size in zip(value.coordinate, value.mesh_shape, strict=False):
+                    saved = saved * size + place
+                if len(value.mesh_shape) > 1:  # whose ranks may be in any order
+                    severity = Severity.WARNING
+            if saved is None:
+                continue
+            if saved != rank:
+                message = f"rank {saved} saved it, its name says rank {rank}"
+                problem = Problem(severity=severity, code="misplaced-file", where=opened.file, message=message)
+                self.misplaced.append(problem)
+            return
 
     def _add_plain(self, rank: int, key: str, path: KeyPath, opened: TorchFile, value: TensorRef) -> None:
         """A tensor that every rank has whole (a buffer), or LOCAL slices, which differ in size."""

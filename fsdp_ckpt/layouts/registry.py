@@ -258,7 +258,7 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
         there = [str(path / first) for path in folder.paths if (path / first).is_dir()]
         raise IncompleteCheckpoint(
             f"`{text}` holds no complete checkpoint: {', '.join(passed)}",
-            hint=f"fsdp-ckpt inspect {shlex.join(there)}",
+            hint=f"fsdp-ckpt validate {shlex.join(there)}",
         )
     dangling = [
         f"{link.name} (a link to `{os.readlink(link)}`, which does not exist)"

@@ -14,11 +14,11 @@ from fsdp_ckpt.catalog import DType, Encoding, ObjectEntry
 from fsdp_ckpt.codec.pickles import Constructor, Opaque, Record
 from fsdp_ckpt.codec.tensors import TORCH, DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import open_archive
-from fsdp_ckpt.errors import FsdpCkptError, MalformedFile
+from fsdp_ckpt.errors import FsdpCkptError, Incompatible, MalformedFile
 from fsdp_ckpt.layouts.torch_file import open_torch_value
 from fsdp_ckpt.store.local import LocalStore
 
-__all__ = ["read_object", "to_plain"]
+__all__ = ["expand", "read_object", "to_plain"]
 
 _MAX_ITEMS = 64
 _MAX_TEXT = 400
@@ -43,7 +43,7 @@ def read_object(entry: ObjectEntry, store: LocalStore) -> Any:
     try:
         reader = store.reader(entry.file)
         if entry.encoding is Encoding.ZSTD_TORCH_ZIP:
-            data = _expand(reader(entry.start, entry.stop - entry.start), where)
+            data = expand(reader(entry.start, entry.stop - entry.start), where)
             archive = open_archive(lambda start, num: data[start : start + num], 0, len(data), where=where)
             return to_plain(archive.load(TORCH, allow_unknown=True))
         if entry.start or entry.stop != store.size(entry.file):
@@ -54,11 +54,21 @@ def read_object(entry: ObjectEntry, store: LocalStore) -> Any:
         return f"<unreadable: {error.message}>"
 
 
-def _expand(data: bytes, where: str) -> bytes:
+def expand(data: bytes, where: str) -> bytes:
+    """Return what a zstd stream holds, up to what an object may have.
+
+    Args:
+        data: The stream.
+        where: File and object, for messages.
+
+    Raises:
+        MalformedFile: It is broken.
+        Incompatible: zstandard is not installed.
+    """
     try:
         import zstandard
     except ImportError:
-        raise MalformedFile(f"{where} is compressed with zstd; pip install 'fsdp-ckpt[zstd]'") from None
+        raise Incompatible(f"{where} is compressed with zstd", hint="pip install 'fsdp-ckpt[zstd]'") from None
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
             return bytes(stream.read(_MAX_COMPRESSED))

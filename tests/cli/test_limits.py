@@ -77,12 +77,17 @@ def _sparse_tensor(folder: Path, rows: int, columns: int) -> None:
     size, name = rows * columns * 4, b"archive/data/0"
     value = dump(tensor_value((rows, columns)))
     before = struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, 16, 0) + b"archive/data.pkl" + value
+    version_at = len(before)
+    before += struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, 15, 0) + b"archive/version3"
+    data_at = len(before)
     before += struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0) + name
     directory = b""
-    for entry, length, header in ((b"archive/data.pkl", len(value), 0), (name, size, 46 + len(value))):
+    for entry, length, header in (
+        (b"archive/data.pkl", len(value), 0), (b"archive/version", 1, version_at), (name, size, data_at),
+    ):  # fmt: skip
         fields = (20, 0, 20, 0, 0, 0, 0, 0, 0, length, length, len(entry), 0, 0, 0, 0, 0, header)
         directory += struct.pack("<4s4B4H3L5H2L", b"PK\1\2", *fields) + entry
-    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(directory), len(before) + size, 0)
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 3, 3, len(directory), len(before) + size, 0)
     with open(folder / "__0_0.distcp", "wb") as file:
         file.write(before)
         file.seek(len(before) + size)

@@ -146,7 +146,7 @@ def test_copying_a_large_value_over_and_over_is_refused(name: str) -> None:
     large: Any = {"dict": dict.fromkeys(range(5000), 1), "bytes": b"x" * 5000, "bytearray": b"x" * 5000}.get(
         name, list(range(5000))
     )
-    body = dump(large, 4)[2:-1]
+    body = dump(large, 3)[2:-1]
     program = b"\x80\x04" + body + b"q\xff0" + b"](" + (f"cbuiltins\n{name}\n".encode() + b"h\xff\x85R") * 2000 + b"e."
     with pytest.raises(MalformedFile, match="over and over"):
         loads(program, PLAIN, where="f")

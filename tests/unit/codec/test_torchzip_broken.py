@@ -81,7 +81,7 @@ def test_the_64_bit_end_record_may_not_lie(position: int) -> None:
     data = build_zip(entries(), zip64=True)
     at = data.rindex(b"PK\6\6") + position
     broken = data[:at] + struct.pack("<Q", 1 << 62) + data[at + 8 :]
-    if position in (4, 8, 16, 24):  # lengths and versions nobody needs
+    if position in (4, 8):  # lengths and versions nobody needs
         assert len(opened(broken).records) == 3
     else:
         with pytest.raises(MalformedFile):

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from fsdp_ckpt.config.launch import LaunchConfig
     from fsdp_ckpt.errors import FsdpCkptError
     from fsdp_ckpt.layouts.runs import latest_complete
+    from fsdp_ckpt.ops.diff import DiffReport, diff
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
+    from fsdp_ckpt.ops.repair import RepairReport, repair
+    from fsdp_ckpt.ops.validate import ValidateReport, validate
     from fsdp_ckpt.ops.view import CheckpointView, open_checkpoint
     from fsdp_ckpt.train.background import PendingSave
     from fsdp_ckpt.train.checkpointer import Checkpointer
@@ -32,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointView",
     "Checkpointer",
+    "DiffReport",
     "FSDPConfig",
     "FastFileSystemReader",
     "FastFileSystemWriter",
@@ -44,8 +48,11 @@ __all__ = [
     "MergeReport",
     "PendingSave",
     "Preemption",
+    "RepairReport",
     "SaveReport",
+    "ValidateReport",
     "__version__",
+    "diff",
     "get_state_dict",
     "inspect",
     "latest_complete",
@@ -54,19 +61,27 @@ __all__ = [
     "merge_fsdp_weights",
     "open_checkpoint",
     "read_config",
+    "repair",
     "save_model",
     "save_state",
+    "validate",
     "wrap",
 ]
 
 _HOMES = {
     "FsdpCkptError": "errors",
+    "DiffReport": "ops.diff",
+    "diff": "ops.diff",
     "InspectReport": "ops.inspect",
     "inspect": "ops.inspect",
     "MergeOptions": "ops.merge_plan",
     "MergeReport": "ops.merge",
     "merge": "ops.merge",
     "merge_fsdp_weights": "ops.merge",
+    "RepairReport": "ops.repair",
+    "repair": "ops.repair",
+    "ValidateReport": "ops.validate",
+    "validate": "ops.validate",
     "CheckpointView": "ops.view",
     "open_checkpoint": "ops.view",
     "latest_complete": "layouts.runs",

@@ -19,6 +19,7 @@ from fsdp_ckpt.cli import merge as merge_command
 from fsdp_ckpt.cli import prune as prune_command
 from fsdp_ckpt.cli import repair as repair_command
 from fsdp_ckpt.cli import train as train_command
+from fsdp_ckpt.cli import validate as validate_command
 
 __all__ = ["app", "run"]
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     epilog="""\b
 Start here:
   fsdp-ckpt inspect CHECKPOINT          what is in it, and is it whole?
+  fsdp-ckpt validate CHECKPOINT --deep  every byte: is anything damaged?
   fsdp-ckpt list RUN                    its checkpoints; which one is next?
   fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
   fsdp-ckpt train run --kill-at 200     see saving, dying and resuming work
@@ -69,6 +71,7 @@ def root(
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
 app.command("diff", epilog=diff_command.EXAMPLES)(diff_command.diff)
+app.command("validate", epilog=validate_command.EXAMPLES)(validate_command.validate)
 app.command("list", epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
 app.command("prune", epilog=prune_command.EXAMPLES)(prune_command.prune)

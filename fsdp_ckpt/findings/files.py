@@ -160,7 +160,7 @@ KINDS = (
         command="fsdp-ckpt repair {path}",
     ),
     Kind(
-        code="E118",
+        code="W118",
         name="mixed-saves",
         title="Data and metadata are of different saves",
         meaning="Loading gives a mixture of old and new values, or fails.",
@@ -183,5 +183,31 @@ KINDS = (
         meaning="None, if each part is whole.",
         causes="Parts of different saves were put together, or a part was converted.",
         fix="Make sure that they are of one step.",
+    ),
+    Kind(
+        code="E121",
+        name="misplaced-file",
+        title="A file is not the one that its name says",
+        meaning="A loader that goes by names gives a rank another rank's data, or takes a model for an optimizer.",
+        causes="Files were swapped, or one was copied over another.",
+        fix="Look which is which, and give them their names back.",
+    ),
+    Kind(
+        code="W122",
+        name="missing-manifest",
+        title="save_state wrote it, but its manifest is not there",
+        meaning="Step, values and the list of files are lost: load_state takes it for Accelerate's, and cannot tell "
+        "whether it is whole.",
+        causes="fsdp_ckpt.json was not copied along, or somebody tidied up.",
+        fix="Copy fsdp_ckpt.json from where it was saved.",
+    ),
+    Kind(
+        code="W123",
+        name="duplicate-file",
+        title="Two files hold the same, but should not",
+        meaning="One rank's shards are probably lost, and another's are loaded twice.",
+        causes="A file was copied over another one.",
+        fix="Copy the file of this rank again from where it was saved.",
+        command="fsdp-ckpt inspect {path} --shards",
     ),
 )

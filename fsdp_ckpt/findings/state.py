@@ -11,10 +11,10 @@ KINDS = (
         code="E401",
         name="flat-parameters",
         title="FSDP1 flat parameters",
-        meaning="Names and shapes are not in the files: only the same model, wrapped the same way, on the same number "
-        "of ranks can load them.",
+        meaning="Names and shapes are not in the files: only the same model, wrapped by FSDP1 in the same way, can "
+        "load them.",
         causes="LOCAL_STATE_DICT, or state_dict() of the wrapped model with use_orig_params=False.",
-        fix="Load it into the job that saved it, and save with SHARDED_STATE_DICT.",
+        fix="Load it with load_state into the model that saved it, and save with SHARDED_STATE_DICT.",
     ),
     Kind(
         code="E402",
@@ -41,10 +41,13 @@ KINDS = (
         code="W404",
         name="adapter-prefix",
         title="An adapter's names are not those that PEFT looks for",
-        meaning="PEFT matches none of them, warns, and goes on with an adapter of zeros: the training is lost.",
-        causes="The adapter was saved through torch.compile or another wrapper.",
-        fix="Take the prefix out of the names.",
-        command="fsdp-ckpt merge {path} OUT",
+        meaning="PEFT does not match them, warns, and goes on with an adapter of zeros: the training is lost.",
+        causes="The adapter was saved through torch.compile or another wrapper, or by state_dict() instead of "
+        "save_pretrained().",
+        fix="Rename them with merge. It writes model.safetensors, but PEFT looks for adapter_model.safetensors: rename "
+        "this file, too.",
+        command=r"fsdp-ckpt merge {path} OUT --rename 's/^(.*base_model\.model\.)?/base_model.model./' "
+        r"--rename 's/\.default(?=\.|$)//' && mv OUT/model.safetensors OUT/adapter_model.safetensors",
     ),
     Kind(
         code="W501",
@@ -103,6 +106,15 @@ KINDS = (
         fix="Make sure that both are of one save.",
     ),
     Kind(
+        code="W508",
+        name="bad-trainer-state",
+        title="trainer_state.json is broken, or of another step",
+        meaning="The Trainer stops when it reads it, or goes on counting from another step than that of the weights.",
+        causes="The save was cut off, the file was copied from another checkpoint, or the folder was renamed.",
+        fix="Copy the file from where it was saved, or give the folder its name back; otherwise take the checkpoint "
+        "before this one.",
+    ),
+    Kind(
         code="W601",
         name="bad-index",
         title="The index cannot be read",
@@ -126,6 +138,15 @@ KINDS = (
         title="The index tells a wrong total size",
         meaning="Loaders may plan with too little or too much memory; the tensors are not touched by it.",
         causes="The dtype was changed without the index, or tied weights were counted twice.",
+        fix="Write it anew from what the files hold.",
+        command="fsdp-ckpt repair {path}",
+    ),
+    Kind(
+        code="W604",
+        name="missing-index",
+        title="Numbered files without an index",
+        meaning="transformers finds no weights in it; fsdp-ckpt reads all files.",
+        causes="The index was not copied along.",
         fix="Write it anew from what the files hold.",
         command="fsdp-ckpt repair {path}",
     ),
@@ -165,5 +186,14 @@ KINDS = (
         causes="use_collectives=False.",
         fix="Merge it, or put the metadata together.",
         command="fsdp-ckpt repair {path} --for-torch 2.9",
+    ),
+    Kind(
+        code="N705",
+        name="safetensors-items",
+        title="No version of torch can read its tensors",
+        meaning="torch writes them so, but does not read them; fsdp-ckpt can.",
+        causes="SerializationFormat.SAFETENSORS was given to torch's FileSystemWriter.",
+        fix="Merge it, and save without that option.",
+        command="fsdp-ckpt merge {path} OUT",
     ),
 )

@@ -18,6 +18,8 @@ TREE: dict[str, tuple[str, int, type[BaseException]]] = {
     "IncompleteCheckpoint": ("CorruptCheckpoint", 4, ValueError),
     "ChecksumMismatch": ("CorruptCheckpoint", 4, ValueError),
     "MalformedFile": ("CorruptCheckpoint", 4, ValueError),
+    "ItemMismatch": ("MalformedFile", 4, ValueError),
+    "PathOutside": ("MalformedFile", 4, ValueError),
     "UnsafePickle": ("CorruptCheckpoint", 4, ValueError),
     "DestinationExists": ("FsdpCkptError", 5, FileExistsError),
     "NotEnoughSpace": ("FsdpCkptError", 6, OSError),

@@ -1,0 +1,1 @@
+"""What `validate` looks at, one module each."""

@@ -8,6 +8,7 @@ import typer
 
 from fsdp_ckpt.cli import out
 from fsdp_ckpt.cli.guard import guard
+from fsdp_ckpt.errors import IncompleteCheckpoint
 
 EXAMPLES = """\b
 Examples:
@@ -42,13 +43,16 @@ def inspect(
     """Show what a checkpoint holds: layout, parts, tensors, shards, and what is missing.
 
     Reads metadata and headers only. torch is not imported and no pickle is run, so it is safe on files of strangers.
+    Exit code 4 when something is missing; what else may be wrong is for validate to find.
     """
     from fsdp_ckpt.ops.inspect import inspect as run
 
     report = run(paths, tensors=tensors, shards=shards or as_json, objects=objects, part=part)
     if as_json:
         out.json_report("inspect", report)
-        return
-    from fsdp_ckpt.cli.inspect_view import show_inspect
+    else:
+        from fsdp_ckpt.cli.inspect_view import show_inspect
 
-    show_inspect(report, tree=tree, tensors=tensors is not None, shards=shards, objects=objects, quiet=quiet)
+        show_inspect(report, tree=tree, tensors=tensors is not None, shards=shards, objects=objects, quiet=quiet)
+    if not (report.complete if part is None else all(found.complete for found in report.parts)):
+        raise typer.Exit(IncompleteCheckpoint.exit_code)

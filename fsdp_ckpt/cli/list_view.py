@@ -51,7 +51,7 @@ def show_list(report: ListReport, *, console: Console | None = None) -> None:
     console.print(_text(total, "dim"), soft_wrap=True)
     if report.latest is None:
         broken = shlex.quote(report.checkpoints[0].path)
-        console.print(_text(f"resuming would find nothing whole; next: fsdp-ckpt inspect {broken}"), soft_wrap=True)
+        console.print(_text(f"resuming would find nothing whole; next: fsdp-ckpt validate {broken}"), soft_wrap=True)
 
 
 def _remark(item: ListedCheckpoint) -> Text:

@@ -129,7 +129,7 @@ def test_without_a_whole_one_it_is_still_a_look(tmp_path: Path) -> None:
     result = run("list", tmp_path)
     assert result.code == 0
     assert "0 of 1 complete" in result.out
-    assert f"fsdp-ckpt inspect {tmp_path / 'step-5'}" in result.out
+    assert f"fsdp-ckpt validate {tmp_path / 'step-5'}" in result.out
     assert strict_json(run("list", tmp_path, "--json").out)["latest"] is None
     result = run("list", tmp_path, "-q")
     assert_refused(result, 4)

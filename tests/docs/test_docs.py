@@ -25,9 +25,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as the README supposes it: the reader's checkpoint-2000 is in it."""
+    """A folder as the README supposes it: the reader's checkpoints are in it."""
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
-        shutil.copytree(ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / "checkpoint-2000" / part)
+        for name in ("checkpoint-1000", "checkpoint-2000"):
+            shutil.copytree(ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / name / part)
     (tmp_path / "train.py").write_text("open('started', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -58,6 +59,7 @@ def test_readme_python_runs(folder: Path) -> None:
             [sys.executable, "-c", program], check=True, timeout=60, cwd=folder, capture_output=True, text=True
         )
         assert "(2, 4)" in done.stdout
+        assert "True []" in done.stdout
     assert (folder / "merged/model.safetensors").is_file()
 
 

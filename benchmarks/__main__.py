@@ -8,16 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report, shared, state
+from benchmarks import cases, report, shared, state, validation
 from benchmarks.budgets import judge
-from benchmarks.cases import CASES, Settings
+from benchmarks.cases import Settings
 from benchmarks.compare import Comparison, compare
 from benchmarks.machine import describe
 from benchmarks.measure import CommandFailedError
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.units import format_size, parse_size
 
-_NAMES = [*CASES, *shared.KINDS, *state.KINDS]
+_CASES = {**cases.CASES, **validation.CASES}
+_NAMES = [*_CASES, *shared.KINDS, *state.KINDS]
 
 
 def main() -> int:
@@ -60,7 +61,7 @@ def _play(name: str, settings: Settings) -> Comparison | None:
         return state.play(name, settings, tell=_tell)
     if name in shared.KINDS:
         return shared.play(name, settings, log=log, tell=_tell)
-    return compare(CASES[name](settings), log=log, tell=_tell)
+    return compare(_CASES[name](settings), log=log, tell=_tell)
 
 
 def _parser() -> argparse.ArgumentParser:

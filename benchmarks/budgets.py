@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import cases, shared, state
+from benchmarks import cases, shared, state, validation
 from benchmarks.compare import Comparison
 from benchmarks.measure import Series
 from benchmarks.synthetic import Synthetic
@@ -58,9 +58,23 @@ def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Bud
         _at_most("`--dtype bfloat16 --no-fsync` against `cp`", _ratio(cast, cases.CAST_NO_FSYNC, cp), 1.5, 1.1),
         _at_most("Peak RSS of any merge", _most_rss([merge, cast, memory]), 128e6, 48e6, format_size),
         _at_most("Peak RSS of a merge, large against small", _rss_growth(memory), 1.05, 1.0),
+        *_validate_budgets(results.get("validate"), results.get("validate-scale")),
         *_state_budgets([results.get(name) for name, (_, in_memory) in state.KINDS.items() if not in_memory]),
         *(_shared_budget(kind, results.get(name)) for name, kind in shared.KINDS.items()),
     )
+
+
+def _validate_budgets(deep: Comparison | None, geometry: Comparison | None) -> list[Budget]:
+    """Judge `validate`: reading all against `cat`, and a million chunks by themselves."""
+    name = f"`{validation.GEOMETRY}`"
+    rss_bytes = _from(deep, validation.DEEP, _rss_bytes)
+    geometry_s, geometry_bytes = (_from(geometry, validation.GEOMETRY, part) for part in (_wall_s, _rss_bytes))
+    return [
+        _at_most("`validate --deep` against `cat`", _ratio(deep, validation.DEEP, validation.CAT), 1.3),
+        _at_most("`validate --deep`, peak RSS", rss_bytes, 128e6, 48e6, format_size),
+        _at_most(name, geometry_s, 15, None, _seconds),
+        _at_most(f"{name}, peak RSS", geometry_bytes, 2e9, None, format_size),
+    ]
 
 
 def _shared_budget(kind: str, comparison: Comparison | None) -> Budget:

@@ -1,5 +1,6 @@
 """Write docs/findings/: a page for every kind of finding and a list of all, from the table that `validate` follows."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def _page(kind: Kind) -> str:
         f"## What to do\n\n{kind.fix}\n",
     ]
     if kind.command:
-        parts.append(f"```console\n$ {kind.command.format(path=SAMPLE)}\n```\n")
+        parts.append(f"```console\n$ {kind.command.format(path=SAMPLE, parent=os.path.dirname(SAMPLE))}\n```\n")
     parts.append("[All findings](README.md)\n")
     return "\n".join(parts)
 

@@ -10,6 +10,7 @@
     │   └── NoModelWeights        3  a checkpoint, but not of model weights
     ├── CorruptCheckpoint         4  bytes contradict each other               (ValueError)
     │   ├── IncompleteCheckpoint  4  parts of it are missing
+    │   │   └── NotPermitted      4  a file of it may not be read
     │   ├── ChecksumMismatch      4  a recorded CRC-32 does not match
     │   ├── MalformedFile         4  a file breaks the rules of its format
     │   │   ├── ItemMismatch      4  an item is not what the metadata say
@@ -50,6 +51,7 @@ __all__ = [
     "NameCollision",
     "NoModelWeights",
     "NotEnoughSpace",
+    "NotPermitted",
     "PathOutside",
     "RankFailed",
     "StateMismatch",
@@ -113,6 +115,10 @@ class CorruptCheckpoint(FsdpCkptError, ValueError):
 
 class IncompleteCheckpoint(CorruptCheckpoint):
     """Files or parts of tensors are missing, as after an interrupted save."""
+
+
+class NotPermitted(IncompleteCheckpoint):
+    """A file is there, but this user may not read it."""
 
 
 class ChecksumMismatch(CorruptCheckpoint):

@@ -40,7 +40,7 @@ def diff(
     ] = None,
     rtol: Annotated[float, typer.Option(metavar="Y", help="Adds Y times |a| to the tolerance.")] = 0.0,
     full: Annotated[
-        bool, typer.Option("--full", help="Read all tensors, also where recorded checksums say they are equal.")
+        bool, typer.Option("--full", help="Read all tensors: without it, those with equal recorded checksums are not.")
     ] = False,
     stat: Annotated[bool, typer.Option("--stat", help="A bar for every tensor: its relative difference.")] = False,
     name_only: Annotated[
@@ -48,16 +48,19 @@ def diff(
     ] = False,
     jobs: Annotated[int | None, typer.Option(help="Threads.", show_default="cores, at most 4")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="One line if they differ, nothing if not.")] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("-q", "--quiet", help="One line if they differ, nothing if not. -q with --full reads bytes, too."),
+    ] = False,
 ) -> None:
     """Compare two checkpoints: what differs, where, and by how much.
 
-    Layouts and numbers of ranks may differ. Model is compared with model, optimizer with optimizer, and what else both
-    have; a part that one side lacks is a difference. Not so where one side is a model and nothing else, as a merged
-    folder is: then only models are compared, and the rest is named.
+    Layouts and numbers of ranks may differ. Model is compared with model, optimizer with optimizer, and so on. A part
+    that only one side has is a difference. But where one side holds models only, as a merged folder does, only models
+    are compared, and the rest is named; --part compares what you name.
 
-    Tensors that recorded checksums show to be equal are not read; --full reads them, too. Memory does not depend on
-    sizes. torch is not imported and no pickle is run.
+    Where recorded checksums are equal, bytes are not read: damage since the save does not show. --full reads them; a
+    damaged side then ends with exit code 4. Memory does not depend on sizes. torch is not imported, no pickle is run.
     """
     from fsdp_ckpt.cli.diff_view import show_diff
     from fsdp_ckpt.ops.diff import diff as run

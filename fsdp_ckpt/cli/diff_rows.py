@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from fsdp_ckpt.ops.diff import Change, ObjectDiff, PartDiff, TensorDiff
 from fsdp_ckpt.ops.inspect import TensorReport, group_tensors
-from fsdp_ckpt.units import format_count
 
 if TYPE_CHECKING:
     from fsdp_ckpt.run.differences import ValueStats
 
 __all__ = [
-    "Row", "cells", "count", "describe", "heading", "largest", "number", "object_lines", "single", "tensor_rows",
+    "COLUMNS", "Row", "cells", "count", "describe", "heading", "largest", "number", "object_lines", "single",
+    "tensor_rows",
 ]  # fmt: skip
 
+COLUMNS = ("changed", "max abs", "rel L2", "cosine", "max ulp")
+"""What ``cells`` returns."""
+
 _MAX_VALUE = 60
+_DIGITS = 17
+"""As many make two float64 differ."""
 _LONG_LIST = 8
 _FEW_ITEMS = 3
 _FEW = 1000
@@ -93,24 +98,36 @@ def single(tensor: TensorDiff) -> str | None:
     stats = tensor.stats
     if stats is None or tensor.num_elements != 1 or stats.largest_a is None:
         return None
-    return f"{number(stats.largest_a)} -> {number(stats.largest_b)}"
+    return _change(stats)
 
 
-def cells(row: Row, *, wide: bool) -> list[str]:
-    """Return the numbers of a row: how many changed, max abs, rel L2, and where there is room cosine and max ulp."""
+def cells(row: Row) -> list[str]:
+    """Return the numbers of a row, one for each of ``COLUMNS``; of several tensors the worst, marked as a bound.
+
+    Where no finite number differs, there is nothing to measure but how many changed.
+    """
     stats, elements = row.stats, sum(tensor.num_elements for tensor in row.tensors)
     changed = sum(item.num_changed for item in stats)
     share = f"{100 * changed / max(elements, 1):.3g} %"
-    found = [
-        f"{changed} of {format_count(elements)}" if changed < _FEW and changed < elements else share,
-        number(max((item.max_abs for item in stats), key=_size)),
-        number(max((item.relative_l2 for item in stats), key=_size)),
+    finite = [item for item in stats if not item.num_changed or item.num_changed > item.nan_changed + item.inf_changed]
+    cosines = [f"{item.cosine:.6f}" for item in sorted(finite, key=_by_cosine) if item.cosine is not None]
+    return [
+        f"{changed} of {number(elements)}" if changed < _FEW and changed < elements else share,
+        _bound("≤", [number(item.max_abs) for item in sorted(finite, key=lambda item: -_size(item.max_abs))]),
+        _bound("≤", [number(item.relative_l2) for item in sorted(finite, key=lambda item: -_size(item.relative_l2))]),
+        _bound("≥", cosines),
+        _bound("≤", [number(item.max_ulp) for item in sorted(finite, key=lambda item: -_size(item.max_ulp))]),
     ]
-    if wide:
-        cosines = [item.cosine for item in stats if item.cosine is not None]
-        steps = [item.max_ulp for item in stats if item.max_ulp is not None]
-        found += [f"{min(cosines):.6f}" if cosines else "-", format_count(max(steps)) if steps else "-"]
-    return found
+
+
+def _by_cosine(stats: ValueStats) -> float:
+    return 2.0 if stats.cosine is None else stats.cosine
+
+
+def _bound(sign: str, worst_first: Sequence[str]) -> str:
+    if not worst_first:
+        return "-"
+    return worst_first[0] if len(set(worst_first)) == 1 else f"{sign} {worst_first[0]}"
 
 
 def describe(row: Row) -> str:
@@ -134,10 +151,22 @@ def describe(row: Row) -> str:
         case _:
             assert_never(tensor.change)
     if dtypes and stats and tensor.cast != "both":
-        found = cells(row, wide=False)
+        found = cells(row)
         notes += [f"max abs {found[1]}", f"rel L2 {found[2]}"]
-    counts = [(sum(item.nan_changed for item in stats), "NaN"), (sum(item.inf_changed for item in stats), "inf")]
-    return ", ".join([*notes, *(f"{many} {name}" for many, name in counts if many)])
+    if single(tensor) is None:
+        notes += _special(stats)
+    return ", ".join(notes)
+
+
+def _special(stats: Sequence[ValueStats]) -> list[str]:
+    """Say how many changed elements are no finite numbers, of which there is nothing to measure."""
+    counts = [
+        (sum(item.nan_changed - item.nan_in_a for item in stats), "became NaN"),
+        (sum(item.nan_changed - item.nan_in_b for item in stats), "was NaN"),
+        (sum(item.nan_in_a + item.nan_in_b - item.nan_changed for item in stats), "NaN with other bits"),
+        (sum(item.inf_changed for item in stats), "inf"),
+    ]
+    return [f"{many} {what}" for many, what in counts if many]
 
 
 def largest(rows: Iterable[Row]) -> str | None:
@@ -152,14 +181,25 @@ def largest(rows: Iterable[Row]) -> str | None:
         return None
     name, stats = max(found, key=lambda item: _size(item[1].max_abs))
     where = ", ".join(map(str, stats.largest_at or ()))
-    return f"largest at {name}[{where}]: {number(stats.largest_a)} -> {number(stats.largest_b)}"
+    return f"{'largest' if stats.max_abs else 'first'} at {name}[{where}]: {_change(stats)}"
 
 
-def number(value: float | str | None) -> str:
+def _change(stats: ValueStats) -> str:
+    """Return both values of the largest difference, with as many digits as it takes to tell them apart."""
+    a, b = stats.largest_a, stats.largest_b
+    for digits in range(3, _DIGITS + 1):
+        first, second = number(a, digits), number(b, digits)
+        if first != second:
+            return f"{first} -> {second}"
+    # Integers of more digits than a float has; what remains are NaN.
+    return f"{a} -> {b}" if a != b else f"{'NaN' if a == 'nan' else a} with other bits"
+
+
+def number(value: float | str | None, digits: int = 3) -> str:
     """Return a number with a few digits; texts as they are."""
     if value is None or isinstance(value, str):
         return value or "-"
-    return str(value) if isinstance(value, int) and abs(value) < 10**7 else f"{value:.3g}"
+    return str(value) if isinstance(value, int) and abs(value) < 10**7 else f"{value:.{digits}g}"
 
 
 def count(many: int, noun: str) -> str:

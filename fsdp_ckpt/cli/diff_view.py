@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli import out
-from fsdp_ckpt.cli.diff_rows import Row, cells, count, describe, heading, largest, number, object_lines, tensor_rows
+from fsdp_ckpt.cli.diff_rows import (
+    COLUMNS,
+    Row,
+    cells,
+    count,
+    describe,
+    heading,
+    largest,
+    number,
+    object_lines,
+    tensor_rows,
+)
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.ops.diff import DiffReport, PartDiff
 from fsdp_ckpt.units import format_size
@@ -18,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["show_diff"]
 
 _MAX_ROWS = 40
-_WIDE = 100
+_GAP = "   "
+_EXPENDABLE = 3
+"""So many of the last columns are left out where there is no room."""
 _MAX_STAT_NAME = 48
 _MAX_STAT_WIDTH = 100
 
@@ -43,34 +59,43 @@ def show_diff(
             print("\t".join(map(printable, names)))
         return
     console = console or out.console()
-    console.print(_text(_verdict(report), "green" if report.is_equal else "bold"), soft_wrap=True)
+    _say(console, _verdict(report), "green" if report.is_equal else "bold")
     for label, path, root, title, world_size in (
         ("A", report.a, report.root_a, report.title_a, report.world_size_a),
         ("B", report.b, report.root_b, report.title_b, report.world_size_b),
     ):
-        place = path if path.startswith(root) else root  # a file, or the folder that was found below
+        is_below = path != root and PurePath(root).is_relative_to(path)  # the folder that was found there
+        place = root if is_below else path
         ranks = f", {count(world_size, 'rank')}" if world_size else ""
         console.print(_text(f"  {label}  {place}  [{title}{ranks}]", "dim"), soft_wrap=True)
     left = _MAX_ROWS
     for part in report.parts:
         if not part.is_equal or part.notes or part.tied or part.num_close:
             console.print()
-            console.print(_text(heading(part), "bold"))
+            _say(console, heading(part), "bold")
             left = _show_stat(console, part) if stat else _show_part(console, part, left)
             _show_remarks(console, part)
     _show_sides(console, report)
 
 
 def _verdict(report: DiffReport) -> str:
+    by_checksum = report.num_settled - report.num_same_file
     if report.is_equal:
         values = sum(part.num_objects for part in report.parts)
         close = sum(part.num_close for part in report.parts)
+        all_by_checksum = by_checksum == report.num_tensors > 0
+        unread = "bytes were not read, --full reads them"
+        if not all_by_checksum:
+            unread = f"{by_checksum} of them by recorded checksums, their {unread}" if by_checksum else ""
+        facts = [
+            f"{close} of them within the tolerance" if close else "",
+            f"{report.num_same_file} of them the same file on both sides" if report.num_same_file else "",
+            unread,
+            f"{format_size(report.read_bytes)} read" if report.read_bytes else "",
+        ]
         what = count(report.num_tensors, "tensor") + (f", {count(values, 'value')}" if values else "")
-        within = f"; {close} of them within the tolerance" if close else ""
-        read = "recorded checksums are equal, nothing was read"
-        if report.read_bytes:
-            read = f"{format_size(report.read_bytes)} read"
-        return f"equal: {what}, {format_size(report.num_bytes / 2)}{within}; {read}"
+        head = "equal by recorded checksums" if all_by_checksum else "equal"
+        return "; ".join([f"{head}: {what}, {format_size(report.num_bytes / 2)}", *filter(None, facts)])
     tensors = sum(len(part.different) for part in report.parts)
     objects = sum(len(part.objects) for part in report.parts)
     parts = len(report.only_in_a) + len(report.only_in_b)
@@ -82,7 +107,7 @@ def _verdict(report: DiffReport) -> str:
         *([f"{', '.join(lost)} cannot be matched"] if lost else []),
     ]
     same = f"{report.num_equal} of {count(report.num_tensors, 'tensor')} equal"
-    unread = f", {report.num_settled} of them without reading" if report.num_settled else ""
+    unread = f", {by_checksum} of them by recorded checksums (--full reads them)" if by_checksum else ""
     return f"different: {', '.join(found)}; {same}{unread}"
 
 
@@ -101,10 +126,10 @@ def _show_part(console: Console, part: PartDiff, left: int) -> int:
     measured = [row for row in rows if row.is_measured]
     if measured and left > 0:
         _show_table(console, measured[:left])
-        console.print(_text(largest(measured) or "", "dim"), soft_wrap=True)
+        _say(console, largest(measured) or "", "dim")
     lines = [f"{row.name}: {describe(row)}" for row in rows if not row.is_measured] + object_lines(part.objects)
     for line in lines[: max(left - len(measured), 0)]:
-        console.print(_text(line), soft_wrap=True)
+        _say(console, line)
     hidden = len(measured) + len(lines) - max(left, 0)
     if hidden > 0:
         console.print(_text(f"… {hidden} more; --stat or --json for all", "dim"))
@@ -112,19 +137,37 @@ def _show_part(console: Console, part: PartDiff, left: int) -> int:
 
 
 def _show_table(console: Console, rows: Sequence[Row]) -> None:
-    from rich import box
-    from rich.table import Table
+    """Print numbers in columns; rather than that names break, columns are left out, and long names get a line."""
+    from rich.cells import cell_len
 
-    wide = console.width >= _WIDE
-    longest = max(len(printable(row.name)) for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("tensor", overflow="fold", min_width=min(longest, console.width // 2 - 6))
-    for name in ("changed", "max abs", "rel L2", *(["cosine", "max ulp"] if wide else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for row in rows:
-        table.add_row(_text(row.name), *cells(row, wide=wide), describe(row))
-    console.print(table)
+    names = ["tensor", *(printable(row.name) for row in rows)]
+    notes = [printable(describe(row)) for row in rows]
+    notes = ["note" if any(notes) else "", *notes]
+    columns = [[head, *texts] for head, *texts in zip(COLUMNS, *map(cells, rows), strict=True)]
+    longest = max(map(cell_len, names))
+    left_out: list[str] = []
+    while (room := _room(console, columns, notes)) < longest and len(left_out) < _EXPENDABLE:
+        left_out.append(columns.pop()[0])
+    room = max(min(longest, room), cell_len(names[0]))
+    widths = [max(map(len, column)) for column in columns]
+    for row_number, (name, note, *texts) in enumerate(zip(names, notes, *columns, strict=True)):
+        shown = name
+        if cell_len(name) > room:
+            console.print(_text(name), soft_wrap=True)
+            shown = ""
+        numbers = [text.rjust(width) for text, width in zip(texts, widths, strict=True)]
+        line = _GAP.join([shown + " " * (room - cell_len(shown)), *numbers, note]).rstrip()
+        console.print(_text(line, "" if row_number else "bold"), soft_wrap=True)
+        if not row_number:
+            console.print("─" * (room + console.width - _room(console, columns, notes)), soft_wrap=True)
+    if left_out:
+        _say(console, f"no room for {', '.join(reversed(left_out))}: --json has all", "dim")
+
+
+def _room(console: Console, columns: Sequence[Sequence[str]], notes: Sequence[str]) -> int:
+    """Return how wide names may be beside the other columns."""
+    widths = [max(map(len, column)) for column in (*columns, notes)]
+    return console.width - sum(len(_GAP) + width for width in widths if width)
 
 
 def _show_stat(console: Console, part: PartDiff) -> int:
@@ -145,14 +188,14 @@ def _show_stat(console: Console, part: PartDiff) -> int:
             shown = f"{number(size):>8} {bar} {shown}".rstrip()
         console.print(_text(f"{name:<{longest}} | {shown}"), soft_wrap=True)
     for value in part.objects:
-        console.print(_text("".join(object_lines([value]))), soft_wrap=True)
+        _say(console, "".join(object_lines([value])))
     return 0
 
 
 def _show_remarks(console: Console, part: PartDiff) -> None:
     remarks = [f"{name} is {kept}, which stands on both sides: no difference" for name, kept in part.tied.items()]
     for remark in ([part.incomparable] if part.incomparable else []) + remarks + list(part.notes):
-        console.print(_text(remark), soft_wrap=True)
+        _say(console, remark)
 
 
 def _show_sides(console: Console, report: DiffReport) -> None:
@@ -161,11 +204,21 @@ def _show_sides(console: Console, report: DiffReport) -> None:
         lines += [f"only in {label}: {', '.join(names)}"] if names else []
     for label, other, names in (("A", "B", report.aside_a), ("B", "A", report.aside_b)):
         if names:
-            lines.append(f"not compared, as {other} is a model and nothing else: {', '.join(names)} of {label}")
+            lines.append(
+                f"not compared, as {other} holds models only: {', '.join(names)} of {label}; to insist, name them: "
+                f"--part {shlex.quote(names[0])}"
+            )
     if lines:
         console.print()
     for line in lines:
-        console.print(_text(line), soft_wrap=True)
+        _say(console, line)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Print a line, wrapped between words where it is longer than the terminal."""
+    lines = textwrap.wrap(printable(text), console.width, break_long_words=False, break_on_hyphens=False)
+    for line in lines:
+        console.print(_text(line, style), soft_wrap=True)
 
 
 def _text(content: str, style: str = "") -> Text:

@@ -45,10 +45,10 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
             _explain(error.message, error.hint)
             raise typer.Exit(error.exit_code) from None
         except TerminatedError:
-            _explain("stopped by SIGTERM; nothing half-written was left", None)
+            _explain("stopped by SIGTERM" + _left(), None)
             raise typer.Exit(128 + signal.SIGTERM) from None
         except KeyboardInterrupt:
-            _explain("interrupted; nothing half-written was left", _resume_hint())
+            _explain("interrupted" + _left(), _resume_hint())
             raise typer.Exit(128 + signal.SIGINT) from None
         except BrokenPipeError:
             _close_pipe()
@@ -83,6 +83,11 @@ def _explain(message: str, hint: str | None) -> None:
         traceback.print_exc()
     for line in error_lines(message, hint):
         print(line, file=sys.stderr)
+
+
+def _left() -> str:
+    """Commands that write say that nothing half-written is left."""
+    return "" if sys.argv[1:2] in (["inspect"], ["validate"], ["diff"], ["list"]) else "; nothing half-written was left"
 
 
 def _resume_hint() -> str | None:

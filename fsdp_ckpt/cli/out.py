@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.units import format_duration, format_rate, format_size
@@ -40,7 +40,8 @@ def console() -> Console:
 
     columns = os.environ.get("COLUMNS", "")
     width = None if sys.stdout.isatty() else int(columns) if columns.isdigit() and columns != "0" else 160
-    return PipeConsole(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # None: nor bold, which rich leaves
+    return PipeConsole(width=width, color_system=colors, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def json_report(command: str, report: Any) -> None:

@@ -86,6 +86,10 @@ def validate(
             jobs=jobs,
             listener=listener,
         )
-    show_validate(report, as_json=as_json, quiet=quiet)
+    chosen = {"--world-size": world_size, "--against": against, "--torch": torch, "--level": level}
+    flags = {"--deep": deep, "--values": values, "--strict": strict}
+    options = [name for name, is_on in flags.items() if is_on]
+    options += [text for name, value in chosen.items() if value is not None for text in (name, str(value))]
+    show_validate(report, as_json=as_json, quiet=quiet, options=options)
     if not report.ok:
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fsdp_ckpt.cli import out
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.ops.validate import Checked, Finding, ValidateReport, ValidateRun
+from fsdp_ckpt.ops.validation.wording import counted
 from fsdp_ckpt.units import format_size
 
 if TYPE_CHECKING:
@@ -23,8 +24,18 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _SHOWN = 10
 
 
-def show_validate(report: ValidateRun, *, as_json: bool, quiet: bool, console: Console | None = None) -> None:
-    """Print a report to stdout, or to the console given."""
+def show_validate(
+    report: ValidateRun, *, as_json: bool, quiet: bool, options: Sequence[str] = (), console: Console | None = None
+) -> None:
+    """Print a report to stdout, or to the console given.
+
+    Args:
+        report: The report.
+        as_json: As JSON.
+        quiet: A line for each checkpoint.
+        options: As typed, for the command to look at one of several.
+        console: Where to print.
+    """
     if as_json:
         out.json_report("validate", report)
     elif quiet:
@@ -33,7 +44,7 @@ def show_validate(report: ValidateRun, *, as_json: bool, quiet: bool, console: C
     elif len(report.checkpoints) == 1:
         _show_one(report.checkpoints[0], console or out.console())
     else:
-        _show_table(report, console or out.console())
+        _show_table(report, options, console or out.console())
 
 
 def _name(report: ValidateReport) -> str:
@@ -58,7 +69,14 @@ def _show_one(report: ValidateReport, console: Console) -> None:
         for line, style in _group_lines(list(group), width):
             console.print(_text(line, style), soft_wrap=True)
     console.print()
-    console.print(_text(_checked(report.checked), "dim"), soft_wrap=True)
+    for line in textwrap.wrap(_checked(report.checked), width):
+        console.print(_text(line, "dim"), soft_wrap=True)
+    for sentence in report.fits:
+        console.print(_text(sentence), soft_wrap=True)
+    if report.values and not any(finding.code.startswith("W31") for finding in report.findings):
+        console.print(
+            _text(f"values of {counted(len(report.values), 'tensor')}: no NaN, no infinities, no matrix of zeros")
+        )
     if report.resume is not None:
         answer = "yes" if report.resume.can_resume else "no"
         console.print(_text(f"can training be resumed from it: {answer}"), soft_wrap=True)
@@ -87,9 +105,10 @@ def _group_lines(findings: Sequence[Finding], width: int) -> Iterator[tuple[str,
 
 
 def _checked(checked: Checked) -> str:
-    text = f"looked at: {checked.num_files} files, {checked.num_tensors} tensors, {format_size(checked.num_bytes)}"
+    files, tensors = counted(checked.num_files, "file"), counted(checked.num_tensors, "tensor")
+    text = f"looked at: {files}, {tensors}, {format_size(checked.num_bytes)}"
     if checked.num_items:
-        text += f"; the heads of {checked.num_items} items"
+        text += f"; the {'head' if checked.num_items == 1 else 'heads'} of {counted(checked.num_items, 'item')}"
     if checked.level == "deep" or checked.verified_bytes:
         text += f"; {format_size(checked.verified_bytes)} compared with their CRC-32"
         if checked.unverified_bytes:
@@ -99,7 +118,7 @@ def _checked(checked: Checked) -> str:
     return text
 
 
-def _show_table(report: ValidateRun, console: Console) -> None:
+def _show_table(report: ValidateRun, options: Sequence[str], console: Console) -> None:
     from rich import box
     from rich.table import Table
 
@@ -109,7 +128,10 @@ def _show_table(report: ValidateRun, console: Console) -> None:
     table.add_column("first finding", overflow="fold")
     for one in report.checkpoints:
         worst = next((finding for finding in one.findings if finding.severity != "note"), None)
-        shown = "" if worst is None else f"{worst.code} {worst.name}: {worst.where}: {worst.message}"
+        shown = ""
+        if worst is not None:
+            where = "" if worst.where == "." else f"{worst.where}: "
+            shown = f"{worst.code} {worst.name}: {where}{worst.message}"
         table.add_row(_text(_name(one)), _text(_verdict(one), "green" if one.ok else "bold red"), _text(shown[:200]))
     console.print(table)
     console.print()
@@ -117,8 +139,14 @@ def _show_table(report: ValidateRun, console: Console) -> None:
     whole = len(report.checkpoints) - len(bad)
     console.print(_text(f"{whole} of {len(report.checkpoints)} checkpoints are ok", "dim"))
     if bad:
-        command = shlex.join(["fsdp-ckpt", "validate", bad[0].path, *bad[0].other_paths])
+        command = shlex.join(["fsdp-ckpt", "validate", *_typed(bad[0]), *options])
         console.print(_text(f"next: {command}"), soft_wrap=True)
+
+
+def _typed(report: ValidateReport) -> list[str]:
+    """Return what to type for one of several."""
+    first = report.path if not report.path.startswith("-") else f"./{report.path}"
+    return [first, *report.other_paths, *(["--as-one"] if report.other_paths else [])]
 
 
 def _text(content: str, style: str = "") -> Text:

@@ -68,6 +68,8 @@ def read_metadata(data: bytes, *, where: str) -> DcpMetadata:
         UnsafePickle: It refers to a global that no known writer uses.
         MalformedFile: It is broken, or it is a pickle of something else.
     """
+    if not data:
+        raise MalformedFile(f"{where}: the file is empty")
     try:
         root = BulkMachine(data, _known(bulk=len(data) > _BULK_BYTES), where=where).run()
     except NeedsPlainRunError:

@@ -17,7 +17,10 @@ from fsdp_ckpt.catalog import DTYPES, MAX_DIMS, DType, Shape
 from fsdp_ckpt.codec import ReadAt
 from fsdp_ckpt.errors import Incompatible, MalformedFile
 
-__all__ = ["ALIGNMENT", "HEADER_LIMIT", "Header", "HeaderTensor", "plan_header", "read_header"]
+__all__ = ["ALIGNMENT", "HEADER_LIMIT", "LFS_POINTER", "Header", "HeaderTensor", "plan_header", "read_header"]
+
+LFS_POINTER = b"version https://git-lfs"
+"""What git checks out in the place of a large file that was not fetched."""
 
 HEADER_LIMIT = 100_000_000
 """Longest header, in bytes, that the safetensors library accepts."""
@@ -66,7 +69,10 @@ def read_header(read_at: ReadAt, start: int, stop: int, *, where: str) -> Header
     """
     if stop - start < 8:
         raise MalformedFile(f"{where}: {stop - start} bytes are too few for a safetensors file")
-    (length,) = struct.unpack("<Q", read_at(start, 8))
+    first = read_at(start, 8)
+    if first == LFS_POINTER[:8] and read_at(start, min(len(LFS_POINTER), stop - start)) == LFS_POINTER:
+        raise MalformedFile(f"{where}: a pointer of git-lfs, not the file that it stands for", hint="git lfs pull")
+    (length,) = struct.unpack("<Q", first)
     if length > HEADER_LIMIT or 8 + length > stop - start:
         raise MalformedFile(f"{where}: a header of {length} bytes in a file of {stop - start}")
     try:

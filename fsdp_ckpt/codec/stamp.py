@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["STAMP_BYTES", "make_stamp", "read_stamp"]
+__all__ = ["STAMP_BYTES", "is_free", "make_stamp", "read_stamp"]
 
 STAMP_BYTES = 64
 _STAMP = re.compile(rb"fsdp-ckpt/data/1 save=([0-9a-f]{1,32}) rank=([0-9]{1,7})\n\0*")
@@ -33,3 +33,15 @@ def read_stamp(data: bytes) -> tuple[str, int] | None:
     """Return the save and the rank of a file's first bytes; None where they are no stamp."""
     match = _STAMP.fullmatch(data[:STAMP_BYTES])
     return (match[1].decode(), int(match[2])) if match else None
+
+
+def is_free(data: bytes, start: int) -> bool:
+    """Tell whether bytes between items hold nothing: zeros, and at the beginning of a file perhaps a stamp.
+
+    Args:
+        data: The bytes.
+        start: Where they begin in the file.
+    """
+    if start == 0 and read_stamp(data) is not None:
+        data = data[STAMP_BYTES:]
+    return not any(data)

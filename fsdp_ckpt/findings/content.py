@@ -60,7 +60,7 @@ KINDS = (
         meaning="Training goes on with NaN.",
         causes="Training diverged before this step; or a tool left memory as it was.",
         fix="Take an older checkpoint, and look for the first one without.",
-        command="fsdp-ckpt list {path}",
+        command="fsdp-ckpt list {parent}",
     ),
     Kind(
         code="W311",

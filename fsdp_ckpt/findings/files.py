@@ -26,7 +26,7 @@ KINDS = (
         "the disk of another node.",
         fix="Copy the file from where it was saved; give the folders of all nodes with --as-one; or take the "
         "checkpoint before this one.",
-        command="fsdp-ckpt repair {path}",
+        command="fsdp-ckpt repair {path} --replica BACKUP",
     ),
     Kind(
         code="E103",
@@ -45,7 +45,7 @@ KINDS = (
         meaning="The items at its end cannot be loaded.",
         causes="The save or a copy was cut off, or the disk was full.",
         fix="Copy the file again; otherwise take the checkpoint before this one.",
-        command="fsdp-ckpt repair {path}",
+        command="fsdp-ckpt repair {path} --replica BACKUP",
     ),
     Kind(
         code="E105",
@@ -54,7 +54,7 @@ KINDS = (
         meaning="load_state refuses the checkpoint: the file is not the one that was saved.",
         causes="It was cut off or added to by a copy, or another tool wrote over it.",
         fix="Copy the file again; otherwise take the checkpoint before this one.",
-        command="fsdp-ckpt repair {path}",
+        command="fsdp-ckpt repair {path} --replica BACKUP",
     ),
     Kind(
         code="E106",
@@ -63,6 +63,7 @@ KINDS = (
         meaning="The shards of these ranks are missing: nothing whole can be made of the rest.",
         causes="A rank died while it saved, or its file is on another node.",
         fix="Copy the files from the nodes of these ranks; otherwise take the checkpoint before this one.",
+        command="fsdp-ckpt validate --as-one {path} OTHER-NODES…",
     ),
     Kind(
         code="E107",
@@ -88,7 +89,7 @@ KINDS = (
         meaning="Nothing can be loaded.",
         causes="The save was cut off before the first tensor, or this is not the folder that was meant.",
         fix="Look whether the weights are in another folder.",
-        command="fsdp-ckpt list {path}",
+        command="fsdp-ckpt list {parent}",
     ),
     Kind(
         code="E110",
@@ -97,6 +98,7 @@ KINDS = (
         meaning="torch would read whatever lies there. fsdp-ckpt reads nothing from there.",
         causes="Links to another disk; or somebody made this checkpoint to read files of yours.",
         fix="Do not load it, unless you made these links yourself; then copy the files in their place.",
+        command="ls -l {path}",
     ),
     Kind(
         code="E111",
@@ -105,6 +107,7 @@ KINDS = (
         meaning="torch runs that code when it loads the checkpoint. fsdp-ckpt runs nothing.",
         causes="Objects of a class of your own were saved; or somebody wants to run code on your machine.",
         fix="Do not load it with torch, unless you know where it comes from and what it is.",
+        command="fsdp-ckpt inspect {path} --objects",
     ),
     Kind(
         code="E112",
@@ -113,7 +116,7 @@ KINDS = (
         meaning="It cannot be loaded.",
         causes="It was cut off, or bytes in it have changed.",
         fix="Copy it again; otherwise take the checkpoint before this one.",
-        command="fsdp-ckpt repair {path}",
+        command="fsdp-ckpt repair {path} --replica BACKUP",
     ),
     Kind(
         code="W113",
@@ -131,7 +134,7 @@ KINDS = (
         meaning="Nothing reads it. Beside a .metadata, the data files may be newer than the metadata.",
         causes="A save was killed in its last moment; one that replaced an older one may have left a mixture.",
         fix="Check all bytes; then move it away, or let it take its place where it fits.",
-        command="fsdp-ckpt validate {path} --deep",
+        command="fsdp-ckpt repair {path}",
     ),
     Kind(
         code="W115",
@@ -148,7 +151,6 @@ KINDS = (
         meaning="Nothing is loaded from them. Items may have been lost from the metadata.",
         causes="The file was written again without being cut, the metadata are of another save, or were changed.",
         fix="Compare with the checkpoint before this one.",
-        command="fsdp-ckpt validate {path} --deep",
     ),
     Kind(
         code="W117",
@@ -163,7 +165,7 @@ KINDS = (
         code="W118",
         name="mixed-saves",
         title="Data and metadata are of different saves",
-        meaning="Loading gives a mixture of old and new values, or fails.",
+        meaning="Loading gives a mixture of old and new values; load_state and merge refuse files that say so.",
         causes="A save into the folder of an older one was killed after some ranks had written.",
         fix="Take another checkpoint. With keep= of Checkpointer, nothing is ever saved over the last good one.",
     ),
@@ -180,7 +182,7 @@ KINDS = (
         code="N120",
         name="world-sizes-differ",
         title="Parts were written by different numbers of ranks",
-        meaning="None, if each part is whole.",
+        meaning="Nothing, if each part is whole.",
         causes="Parts of different saves were put together, or a part was converted.",
         fix="Make sure that they are of one step.",
     ),
@@ -209,5 +211,25 @@ KINDS = (
         causes="A file was copied over another one.",
         fix="Copy the file of this rank again from where it was saved.",
         command="fsdp-ckpt inspect {path} --shards",
+    ),
+    Kind(
+        code="E124",
+        name="no-permission",
+        title="A file that may not be read",
+        meaning="What is in it cannot be loaded by this user, nor checked.",
+        causes="It was saved by another user, or with a strict umask.",
+        fix="Ask its owner, or read it as who may.",
+        command="ls -l {path}",
+    ),
+    Kind(
+        code="N125",
+        name="mixed-times",
+        title="Some data files are newer than the metadata",
+        meaning="Nothing, where files were copied or mended one by one. Otherwise they are of another save, and "
+        "loading gives a mixture of old and new values.",
+        causes="A save into the folder of an older one was killed, a backup was restored in part, or files were "
+        "copied.",
+        fix="Compare with a copy that you trust.",
+        command="fsdp-ckpt diff {path} BACKUP --full",
     ),
 )

@@ -47,7 +47,8 @@ KINDS = (
         fix="Rename them with merge. It writes model.safetensors, but PEFT looks for adapter_model.safetensors: rename "
         "this file, too.",
         command=r"fsdp-ckpt merge {path} OUT --rename 's/^(.*base_model\.model\.)?/base_model.model./' "
-        r"--rename 's/\.default(?=\.|$)//' && mv OUT/model.safetensors OUT/adapter_model.safetensors",
+        r"--rename 's/(\.lora_\w*[AB])\.(?!weight$|bias$)\w+/\1/' "
+        "&& mv OUT/model.safetensors OUT/adapter_model.safetensors",
     ),
     Kind(
         code="W501",

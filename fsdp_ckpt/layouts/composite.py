@@ -258,7 +258,7 @@ def _identify(folder: Folder, parts: list[Part]) -> tuple[str, str]:
         name.startswith("pytorch_model_fsdp") for name in folder.files
     ):
         return "accelerate", "Accelerate save_state folder"
-    if any(part.dialect == "safetensors" for part in parts):
+    if any(file.endswith(".safetensors") for part in parts for file in part.files):
         return "hf-safetensors", "safetensors model folder"
     return "torch-files", "folder of torch.save files"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import TypeVar
 from fsdp_ckpt.catalog import Chunk, Encoding, ObjectEntry, Part, Problem, Role, Severity, Shape, TensorEntry
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo, read_metadata
 from fsdp_ckpt.codec.safetensors import Header, read_header
-from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, ItemMismatch, NotEnoughSpace
+from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, ItemMismatch, NotEnoughSpace, PathOutside
 from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.roles import KeyPath, Split, split_roles
@@ -86,7 +87,8 @@ def read_dcp(folder: Folder, *, name: str | None = None, role: Role | None = Non
     files = {
         folder.prefix + file: folder.files[file] for file in folder.files if file in build.files or file in sources
     }
-    world_size = _world_size([*data_files, *build.files], per_rank)
+    empty = [file for file, size in data_files.items() if not size]  # of ranks that had nothing to write
+    world_size = _world_size([*empty, *build.files], per_rank)
     frame = replace(frame, files=files, writer=build.writer, world_size=world_size)
     problems = [*frame.problems, *build.problems()]
     splits = split_roles(build.paths.items(), default=role or Role.MODEL)
@@ -267,13 +269,23 @@ class _Builder:
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong with the files."""
         folder = self.folder
-        sizes = {file: folder.store.size(data.path) for file, data in self.files.items()}
+        sizes: dict[str, int | None] = {}
+        for file, data in list(self.files.items()):
+            try:
+                sizes[file] = folder.store.size(data.path)
+            except PathOutside as error:
+                if not (folder.path / file).is_symlink():  # somebody's own link to another disk, perhaps
+                    raise
+                yield _problem(Severity.ERROR, "path-outside", folder, file, error.message)
         missing = [rank_of(file) for file, size in sizes.items() if size is None]
         yield from note_elsewhere(folder, missing, map(rank_of, folder.files))
-        for file, data in self.files.items():
-            size, end = sizes[file], data.end
+        for file, size in sizes.items():
+            data = self.files[file]
+            end = data.end
             if size is None:
                 message = f"listed in the metadata, but not there{of_rank(file)}"
+                if (folder.path / file).is_symlink():
+                    message = f"a link to `{os.readlink(folder.path / file)}`, which does not exist{of_rank(file)}"
                 yield _problem(Severity.ERROR, "missing-file", folder, file, message)
             elif size < end:
                 message = f"has {size} bytes, but holds items up to byte {end} (`{data.last_key}`)"

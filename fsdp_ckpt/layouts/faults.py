@@ -11,6 +11,7 @@ from fsdp_ckpt.errors import (
     FsdpCkptError,
     IncompleteCheckpoint,
     ItemMismatch,
+    NotPermitted,
     PathOutside,
     UnknownLayout,
     UnsafePickle,
@@ -30,13 +31,14 @@ UNREADABLE = "unreadable"
 _FAULTS: dict[type[CorruptCheckpoint], str] = {
     UnsafePickle: "unsafe-pickle",
     ChecksumMismatch: "wrong-checksum",
+    NotPermitted: "no-permission",
     IncompleteCheckpoint: "missing-file",
     PathOutside: "path-outside",
     ItemMismatch: "header-mismatch",
 }
 """Codes of problems by the exceptions that tell of them."""
 
-DAMAGE = frozenset({UNREADABLE, *_FAULTS.values()} - {"missing-file"})
+DAMAGE = frozenset({UNREADABLE, *_FAULTS.values()} - {"missing-file", "no-permission"})
 """Codes of what is there, but not as it was written."""
 
 

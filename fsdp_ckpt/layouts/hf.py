@@ -54,7 +54,9 @@ def read_safetensors(
         gather.add(file, _header(folder.store, folder.prefix + file, folder.files[file]))
     index_name = next((n for n in (INDEX, f"{name}.safetensors.index.json") if n in folder.files), None)
     problems = list(gather.problems)
-    if index_name is not None and not any(is_rank_shard(file) for file in files):
+    if len(files) == 1 and _NUMBERED.fullmatch(files[0]) and _is_one_of_several(folder, files[0]):
+        pass  # one file of a set was asked for: what the others hold is not its fault
+    elif index_name is not None and not any(is_rank_shard(file) for file in files):
         problems += _check_index(folder, index_name, gather)
     else:
         problems += _missing_numbers(folder, files)
@@ -87,6 +89,13 @@ def read_safetensors(
             problems=problems,
         )
     ]
+
+
+def _is_one_of_several(folder: Folder, file: str) -> bool:
+    """Tell whether other files of a numbered set are there."""
+    stem, _, total = _NUMBERED.fullmatch(file).groups()  # type: ignore[union-attr]  # the caller looked
+    others = (match for name in folder.files if name != file and (match := _NUMBERED.fullmatch(name)))
+    return any((match[1], match[3]) == (stem, total) for match in others)
 
 
 def _header(store: LocalStore, file: str, size: int) -> Header:

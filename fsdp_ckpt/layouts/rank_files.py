@@ -211,9 +211,11 @@ class _Gather:
 
 def _missing_ranks(folder: Folder, group: RankGroup, missing: Sequence[int]) -> Problem:
     shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-    some = next(iter(group.files.values()))
-    message = f"{len(group.files)} of {group.world_size} rank files are there; missing: rank {shown}"
-    return Problem(severity=Severity.ERROR, code="missing-rank", where=folder.prefix + some, message=message)
+    rank, some = next(iter(group.files.items()))
+    gone = re.sub(rf"(rank[_-]?){rank}(?=\.\w+$)", rf"\g<1>{missing[0]}", some)
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {shown}"
+    message = f"{len(group.files)} of {group.world_size} rank files are there; missing: {ranks}"
+    return Problem(severity=Severity.ERROR, code="missing-rank", where=folder.prefix + gone, message=message)
 
 
 def _local_slices(gather: _Gather, tensors: dict[str, Any]) -> str | None:

@@ -34,6 +34,7 @@ __all__ = ["PathLike", "given_paths", "list_checkpoints", "members_of_run", "rea
 
 PathLike = str | os.PathLike[str]
 
+_LOOKED_AT = 16
 _INNER = ("sharded", "actor", "model", "weights", "model_and_optim", "checkpoint", "pytorch_model_fsdp_0", "dcp", "hf")
 """Sub-folders that frameworks put the weights in, looked at when a folder itself holds none."""
 
@@ -267,10 +268,12 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
         if link.is_symlink() and not link.exists()
     ]
     names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files, *dangling][:8]) or "nothing"
-    raise UnknownLayout(
-        f"`{text}` is not a checkpoint of a known layout; it holds: {names}",
-        hint="pass the folder that holds .metadata, *.distcp, *.safetensors or *.bin files",
-    )
+    hint = "pass the folder that holds .metadata, *.distcp, *.safetensors or *.bin files"
+    subfolders = sorted(folder.folders)[:_LOOKED_AT]
+    inside = shlex.join(str(folder.path / name) for name in subfolders if _is_checkpoint(folder.sub(name)))
+    if inside:
+        hint = f"fsdp-ckpt validate {inside}"
+    raise UnknownLayout(f"`{text}` is not a checkpoint of a known layout; it holds: {names}", hint=hint)
 
 
 def list_checkpoints(path: str | os.PathLike[str]) -> list[tuple[int, Path]]:
@@ -280,7 +283,8 @@ def list_checkpoints(path: str | os.PathLike[str]) -> list[tuple[int, Path]]:
         >>> list_checkpoints("run")  # doctest: +SKIP
         [(1000, PosixPath('run/step-1000')), (900, PosixPath('run/step-900'))]
     """
-    found = {below.path.resolve(): (step, below.path) for step, below in _candidates(Folder(LocalStore(Path(path))))}
+    candidates = sorted(_candidates(Folder(LocalStore(Path(path)))), key=lambda item: not item[1].path.is_symlink())
+    found = {below.path.resolve(): (step, below.path) for step, below in candidates}  # the folder rather than its link
     return sorted(found.values(), reverse=True)
 
 

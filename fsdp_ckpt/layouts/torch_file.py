@@ -10,9 +10,10 @@ from typing import Any
 
 from fsdp_ckpt.catalog import Chunk, ObjectEntry, Part, Problem, Role, Severity, TensorEntry
 from fsdp_ckpt.codec.legacy import is_legacy, load_legacy
+from fsdp_ckpt.codec.safetensors import LFS_POINTER
 from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import Archive, locate, open_archive
-from fsdp_ckpt.errors import IncompleteCheckpoint, NameCollision, UnknownLayout
+from fsdp_ckpt.errors import IncompleteCheckpoint, MalformedFile, NameCollision, UnknownLayout
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.mesh import local_boxes
@@ -110,6 +111,10 @@ def _load(store: LocalStore, file: str, *, allow_unknown: bool) -> tuple[Archive
         return archive, archive.load(allow_unknown=allow_unknown)
     if is_legacy(magic):
         return load_legacy(reader, size, where=file, allow_unknown=allow_unknown)
+    if not size:
+        raise MalformedFile(f"{file} is empty")
+    if reader(0, min(size, len(LFS_POINTER))) == LFS_POINTER:
+        raise MalformedFile(f"{file}: a pointer of git-lfs, not the file that it stands for", hint="git lfs pull")
     raise UnknownLayout(f"{file} is not a file that torch.save wrote")
 
 

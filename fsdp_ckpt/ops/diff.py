@@ -20,7 +20,7 @@ from fsdp_ckpt.ops.diff_parts import Pairing, pair_parts, refuse_damaged
 from fsdp_ckpt.ops.diff_report import Change, DiffReport, ObjectDiff, PartDiff, TensorDiff
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.settle import Settled, settle
-from fsdp_ckpt.run.sides import Side, TensorPair, blame
+from fsdp_ckpt.run.sides import Side, TensorPair, batches, blame
 from fsdp_ckpt.run.sources import Sources
 
 __all__ = ["Change", "DiffReport", "ObjectDiff", "PartDiff", "TensorDiff", "diff"]
@@ -53,8 +53,8 @@ def diff(
     """Compare two checkpoints of whatever layouts and numbers of ranks. torch is not imported, and no pickle is run.
 
     Parts correspond by role: model to model, optimizer to optimizer; several of a role by name, then by order. A part
-    that one side lacks is a difference. It is none where the two are of different kinds and one holds nothing but a
-    model: a checkpoint and what was merged from it are equal when their models are.
+    that one side lacks is a difference. But where one side holds models only, only models are compared: a checkpoint
+    and what was merged from it are equal when their models are. To insist on other parts, name them.
 
     Tensors are equal when all bits are. Recorded checksums are compared first, and tensors that they prove equal are
     not read; neither are those that lie in the same file on both sides. The rest is read in bands of 1 MiB, so that
@@ -124,7 +124,7 @@ def _check(tolerance: float | None, rtol: float, *, statistics: bool, trust_crc:
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"{name} {value} is not possible", hint="give a number from 0 on")
     if jobs is not None and jobs < 1:
-        raise UsageError("--jobs must be at least 1")
+        raise UsageError(f"{jobs} threads", hint="at least one")
     return _Options(
         statistics=statistics,
         tolerance=0.0 if tolerance is None and rtol else tolerance,
@@ -144,13 +144,18 @@ def _compare(
 ) -> int:
     """Compare all pairs, note in the matches what was found, and return the bytes that were read."""
     jobs = [(match, pair) for match in matches for pair in match.pairs.values()]
+
+    def settle_all(pairs: Sequence[TensorPair]) -> list[Settled | None]:
+        return [settle(pair, *sides, trust_crc=options.trust_crc) for pair in pairs]
+
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
-        settled = list(pool.map(lambda job: settle(job[1], *sides, trust_crc=options.trust_crc), jobs))
+        settled = [answer for found in pool.map(settle_all, batches([pair for _, pair in jobs])) for answer in found]
     left: list[tuple[PartMatch, TensorPair]] = []
     for (match, pair), answer in zip(jobs, settled, strict=True):
         if answer in (Settled.SAME_FILE, Settled.CHECKSUMS):
             match.num_equal += 1
             match.num_settled += 1
+            match.num_same_file += answer is Settled.SAME_FILE
         elif answer is Settled.DIFFERENT and not options.statistics and options.tolerance is None:
             match.tensors[pair.name] = _changed(pair, Change.CHANGED)
         else:
@@ -240,6 +245,7 @@ def _report(
         num_tensors=sum(part.num_tensors for part in parts),
         num_equal=sum(part.num_equal for part in parts),
         num_settled=sum(part.num_settled for part in parts),
+        num_same_file=sum(part.num_same_file for part in parts),
         num_bytes=sum(pair.num_bytes for match in matches for pair in match.pairs.values()),
         read_bytes=0,
         tolerance=options.tolerance,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_ckpt.catalog import Part, Role, TensorEntry
-from fsdp_ckpt.ops.diff_names import Naming, is_by_index, suggest_rename
+from fsdp_ckpt.ops.diff_names import Naming, is_by_index, suggest_rename, wrapper_notes
 from fsdp_ckpt.ops.diff_objects import compare_leaves, read_leaves, spread_groups
 from fsdp_ckpt.ops.diff_report import Change, ObjectDiff, PartDiff, TensorDiff
 from fsdp_ckpt.ops.diff_values import Leaf
@@ -34,6 +34,7 @@ class PartMatch:
         tensors: What is known of tensors that are not the same, by name.
         num_equal: Tensors found to be equal.
         num_settled: Those of them that nothing was read for.
+        num_same_file: Those of these that are the same bytes of the same file.
         num_objects: Values on both sides that are no tensors.
         objects: Those that differ.
         excluded: Names that the filter left out.
@@ -50,6 +51,7 @@ class PartMatch:
     tensors: dict[str, TensorDiff] = field(default_factory=dict)
     num_equal: int = 0
     num_settled: int = 0
+    num_same_file: int = 0
     num_objects: int = 0
     objects: list[ObjectDiff] = field(default_factory=list)
     excluded: int = 0
@@ -70,6 +72,7 @@ class PartMatch:
             num_equal=self.num_equal,
             num_close=close,
             num_settled=self.num_settled,
+            num_same_file=self.num_same_file,
             tensors=tensors,
             num_objects=self.num_objects,
             objects=self.objects,
@@ -109,6 +112,7 @@ def match_tensors(parts: tuple[Part, Part], sides: tuple[Side, Side], namings: t
             if first is None or second is None:
                 change = Change.ADDED if first is None else Change.REMOVED
             match.tensors[name] = _difference(name, change, first, second)
+    match.notes += wrapper_notes(a, b, role)
     if a and b and not a.keys() & b.keys():
         rule = suggest_rename(a, b)
         hint = f"; try --rename '{rule}'" if rule else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from fsdp_ckpt.catalog import Part, Role, TensorEntry
 from fsdp_ckpt.errors import NameCollision
 from fsdp_ckpt.names import Rename, clean_fqn
 
-__all__ = ["Naming", "is_by_index", "suggest_rename"]
+__all__ = ["Naming", "is_by_index", "suggest_rename", "wrapper_notes"]
 
 _INDEX = re.compile(r"state\.\d+\.[^.]+")
 _GROUP = re.compile(r"param_groups(\.\d+(\.[^.]+(\.\d+)*)?)?")
@@ -87,6 +88,32 @@ def is_by_index(names: Iterable[str]) -> bool:
     """Tell whether an optimizer keeps its state by number rather than by the parameters' names."""
     state = [name for name in names if name.startswith("state.")]
     return bool(state) and all(_INDEX.fullmatch(name) for name in state)
+
+
+def wrapper_notes(a: Mapping[str, TensorEntry], b: Mapping[str, TensorEntry], role: Role) -> list[str]:
+    """Say for how many tensors of each side it took the clean-up to have the other side's name, and what went.
+
+    Args:
+        a: Tensors of A by clean name.
+        b: Tensors of B by clean name.
+        role: What the part is for.
+    """
+    notes: list[str] = []
+    for label, mine, others in (("A", a, b), ("B", b, a)):
+        gone: Counter[str] = Counter()
+        many = 0
+        for name, entry in mine.items():
+            other = others.get(name)
+            if other is None or other.name == entry.name:
+                continue
+            rest = _split(entry.name, role)[1]
+            removed = Counter(rest.split(".")) - Counter(clean_fqn(rest).split("."))
+            many += bool(removed)
+            gone += removed
+        if many:
+            shown = ", ".join(f"`{wrapper}.`" for wrapper in sorted(gone))
+            notes.append(f"{label}: {many} name{'' if many == 1 else 's'} compared without {shown}")
+    return notes
 
 
 def suggest_rename(a: Mapping[str, object], b: Mapping[str, object]) -> str | None:

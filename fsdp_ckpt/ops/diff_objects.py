@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,20 +9,19 @@ from typing import Any
 from fsdp_ckpt.catalog import Encoding, ObjectEntry, Part, Role
 from fsdp_ckpt.codec.tensors import TORCH, DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.codec.torchzip import Archive, open_archive
-from fsdp_ckpt.errors import Incompatible, MalformedFile, UnknownLayout
+from fsdp_ckpt.errors import UnknownLayout
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.torch_file import open_torch_file
 from fsdp_ckpt.ops.diff_names import Naming
 from fsdp_ckpt.ops.diff_report import Change, ObjectDiff
 from fsdp_ckpt.ops.diff_values import Blob, Leaf, ValueComparison
-from fsdp_ckpt.ops.objects import to_plain
+from fsdp_ckpt.ops.objects import expand, to_plain
 from fsdp_ckpt.run.checksum import checksum_range
 from fsdp_ckpt.run.sides import Side, TensorPair
 
 __all__ = ["compare_leaves", "read_leaves", "spread_groups"]
 
 _SHALLOW = 4
-_MAX_COMPRESSED = 64 << 20
 
 
 def read_leaves(part: Part, role: Role, side: Side, naming: Naming) -> dict[str, Leaf]:
@@ -114,7 +112,7 @@ def _read(entry: ObjectEntry, side: Side) -> Iterator[tuple[str, Leaf]]:
     reader = store.reader(entry.file)
     try:
         if entry.encoding is Encoding.ZSTD_TORCH_ZIP:
-            data = _expand(reader(entry.start, entry.stop - entry.start), where)
+            data = expand(reader(entry.start, entry.stop - entry.start), where)
             archive = open_archive(lambda start, num: data[start : start + num], 0, len(data), where=where)
             yield from _spread(archive.load(TORCH, allow_unknown=True), "", archive, where)
         elif entry.start or entry.stop != store.size(entry.file):
@@ -152,18 +150,6 @@ def _holds_tensor(value: Any, depth: int) -> bool:
 def _spread(value: Any, file: str, archive: Archive | None, where: str) -> Iterator[tuple[str, Leaf]]:
     for path, leaf in flatten(value, where=where):
         yield ".".join(map(str, path)), Leaf(value=leaf, file=file, archive=archive)
-
-
-def _expand(data: bytes, where: str) -> bytes:
-    try:
-        import zstandard
-    except ImportError:
-        raise Incompatible(f"{where} is compressed with zstd", hint="pip install 'fsdp-ckpt[zstd]'") from None
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
-            return bytes(stream.read(_MAX_COMPRESSED))
-    except zstandard.ZstdError as error:
-        raise MalformedFile(f"{where}: broken zstd stream: {error}") from None
 
 
 def _show(value: Any) -> Any:

@@ -23,7 +23,7 @@ class Pairing:
         pairs: Parts of A and B, models first.
         only_a: Parts of A that B should have and has not.
         only_b: The same for B.
-        aside_a: Parts of A that cannot be in B, as that is a model and nothing else.
+        aside_a: Parts of A that are no models, where B holds models only.
         aside_b: The same for B.
     """
 
@@ -37,8 +37,8 @@ class Pairing:
 def pair_parts(a: Checkpoint, b: Checkpoint, wanted: Sequence[str]) -> Pairing:
     """Pair parts by role; within a role by name, and models, optimizers and schedulers that are left by order.
 
-    Where the two are of different kinds and one of them holds nothing but a model (a merged folder, a full file, the
-    folder of one part), all that the other has besides is left aside rather than missed.
+    Parts that only one side has are a difference. But where one side holds models only (a merged folder, a full file,
+    a save without training state), what the other has that is no model is left aside, unless parts were named.
 
     Args:
         a: The first checkpoint.
@@ -64,13 +64,10 @@ def pair_parts(a: Checkpoint, b: Checkpoint, wanted: Sequence[str]) -> Pairing:
     only_b = [part for part in parts_b if all(part is not second for _, second in pairs)]
     if not pairs and len(only_a) == len(only_b) == 1 and only_a[0].tensors and only_b[0].tensors:
         return Pairing(pairs=[(only_a[0], only_b[0])])
-    aside_a: list[Part] = []
-    aside_b: list[Part] = []
-    if pairs and a.layout != b.layout and not wanted:
-        if _is_model_only(b) and not _is_model_only(a):
-            aside_a, only_a = only_a, []
-        elif _is_model_only(a) and not _is_model_only(b):
-            aside_b, only_b = only_b, []
+    if not pairs or wanted:
+        return Pairing(pairs=pairs, only_a=only_a, only_b=only_b)
+    only_a, aside_a = _set_aside(only_a, b)
+    only_b, aside_b = _set_aside(only_b, a)
     return Pairing(pairs=pairs, only_a=only_a, only_b=only_b, aside_a=aside_a, aside_b=aside_b)
 
 
@@ -118,8 +115,8 @@ def _choose(a: Checkpoint, b: Checkpoint, wanted: Sequence[str]) -> tuple[list[P
     for name in wanted:
         found = [_named(checkpoint, name) for checkpoint in (a, b)]
         if not any(found):
-            names = " and ".join(", ".join(part.name for part in side.parts) or "none" for side in (a, b))
-            raise UsageError(f"neither side has a part `{name}`", hint=f"the parts are: {names}")
+            names = [", ".join(part.name for part in side.parts) or "none" for side in (a, b)]
+            raise UsageError(f"neither side has a part `{name}`", hint=f"A has {names[0]}; B has {names[1]}")
         if not all(found) and all(name != role.value for role in Role):
             # One side's own name for it: on the other side it is the part of the same role.
             given = found[0] or found[1]
@@ -137,5 +134,9 @@ def _named(checkpoint: Checkpoint, name: str) -> list[Part]:
     return named or [part for part in checkpoint.parts if name == part.role.value]
 
 
-def _is_model_only(checkpoint: Checkpoint) -> bool:
-    return bool(checkpoint.parts) and all(part.role is Role.MODEL for part in checkpoint.parts)
+def _set_aside(alone: Sequence[Part], other: Checkpoint) -> tuple[list[Part], list[Part]]:
+    """Split parts that the other side lacks into those that it should have, and those that it holds nothing like."""
+    if any(part.role is not Role.MODEL for part in other.parts):
+        return list(alone), []
+    models = [part for part in alone if part.role is Role.MODEL]
+    return models, [part for part in alone if part.role is not Role.MODEL]

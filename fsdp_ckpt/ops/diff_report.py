@@ -91,6 +91,8 @@ class PartDiff:
         num_equal: Those of them that are the same bit by bit.
         num_close: Others that are within the tolerance.
         num_settled: Equal ones that nothing was read for.
+        num_same_file: Those of the settled ones that are the same bytes of the same file on both sides; recorded
+            checksums say it of the others.
         tensors: All that are not the same: also close ones, and those on one side only.
         num_objects: Values on both sides that are no tensors.
         objects: Those that differ.
@@ -108,6 +110,7 @@ class PartDiff:
     num_equal: int = 0
     num_close: int = 0
     num_settled: int = 0
+    num_same_file: int = 0
     tensors: Sequence[TensorDiff] = ()
     num_objects: int = 0
     objects: Sequence[ObjectDiff] = ()
@@ -140,12 +143,13 @@ class DiffReport:
         parts: Parts that correspond to each other, models first.
         only_in_a: Names of parts that only A has: differences.
         only_in_b: The same for B.
-        aside_a: Parts of A that were not compared because B is a model and nothing else, so that nothing could
-            correspond to them.
+        aside_a: Parts of A that were not compared because B holds models only, and they are none.
         aside_b: The same for B.
         num_tensors: Tensors that are on both sides.
         num_equal: Those of them that are the same bit by bit.
         num_settled: Those of the equal ones that nothing was read for.
+        num_same_file: Those of the settled ones that are the same bytes of the same file on both sides; recorded
+            checksums say it of the others.
         num_bytes: Bytes of all tensors that are on both sides, of both together.
         read_bytes: Bytes of tensors that were read.
         tolerance: Largest absolute difference that counted as equal; None when nothing did.
@@ -171,6 +175,7 @@ class DiffReport:
     num_tensors: int
     num_equal: int
     num_settled: int
+    num_same_file: int
     num_bytes: int
     read_bytes: int
     tolerance: float | None

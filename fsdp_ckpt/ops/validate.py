@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fsdp_ckpt.catalog import Checkpoint, Problem
-from fsdp_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, UsageError
+from fsdp_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, NotPermitted, UsageError
 from fsdp_ckpt.layouts.manifest import Manifest, check_stamps, read_manifest
 from fsdp_ckpt.layouts.registry import PathLike, given_paths, members_of_run, read_checkpoint
-from fsdp_ckpt.ops.validation.files import check_extents, check_files, check_leftovers
+from fsdp_ckpt.ops.validation.files import check_extents, check_files, check_leftovers, check_permissions
 from fsdp_ckpt.ops.validation.headers import HeaderCount, check_headers, count_items
 from fsdp_ckpt.ops.validation.names import check_names
 from fsdp_ckpt.ops.validation.records import DeepResult, check_records, deep_bytes
@@ -18,7 +19,7 @@ from fsdp_ckpt.ops.validation.report import Checked, Finding, Level, ValidateRep
 from fsdp_ckpt.ops.validation.resume import answer_resume, check_resume
 from fsdp_ckpt.ops.validation.training_state import check_training_state
 from fsdp_ckpt.ops.validation.values import TensorValues, check_values
-from fsdp_ckpt.ops.validation.versions import check_torch, check_versions
+from fsdp_ckpt.ops.validation.versions import check_torch, check_versions, torch_sentence
 from fsdp_ckpt.ops.validation.wording import counted, few, finding
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.sources import Sources
@@ -49,7 +50,10 @@ def validate_each(
     """
     targets: list[PathLike | Sequence[PathLike]] = []
     for path in paths:
-        members = members_of_run(path) if isinstance(path, str | os.PathLike) else []
+        try:
+            members = members_of_run(path) if isinstance(path, str | os.PathLike) else []
+        except CheckpointNotFound:
+            members = []  # said below, where others are not forgotten
         targets += members or [path]
     reports = []
     for target in targets:
@@ -138,12 +142,17 @@ def validate(
     found_values: list[TensorValues] = []
     if values:
         problems += run.look_at_values(found_values)
+    fits = []
     if against is not None:
-        from fsdp_ckpt.ops.validation.against import check_against  # it reads configurations, too
+        from fsdp_ckpt.ops.validation.against import check_against, fit_sentence  # they read configurations, too
 
-        problems += check_against(checkpoint, os.fspath(against))
+        found = list(check_against(checkpoint, os.fspath(against)))
+        problems += found
+        fits.append(fit_sentence(checkpoint, os.fspath(against), found))
     if torch is not None:
-        problems += check_torch(checkpoint, torch)
+        found = list(check_torch(checkpoint, torch))
+        problems += found
+        fits.append(torch_sentence(torch, found))
     resume = None
     if world_size is not None:
         problems += check_resume(checkpoint, world_size)
@@ -165,6 +174,7 @@ def validate(
         checked=run.checked(),
         findings=findings,
         resume=resume,
+        fits=[sentence for sentence in fits if sentence],
         values=found_values,
     )
 
@@ -197,8 +207,10 @@ class _Validation:
             yield from part.problems
         manifest = self._manifest()
         yield from check_files(checkpoint, manifest, look=self.level is not Level.GEOMETRY)
+        yield from check_permissions(checkpoint, manifest)
         if manifest is not None:
-            yield from check_stamps(Folder(LocalStore(checkpoint.roots)), manifest)
+            with suppress(NotPermitted):  # just said
+                yield from check_stamps(Folder(LocalStore(checkpoint.roots)), manifest)
         yield from check_leftovers(checkpoint)
         yield from check_extents(checkpoint, look=self.level is not Level.GEOMETRY)
         yield from check_names(checkpoint)

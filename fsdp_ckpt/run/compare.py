@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from fsdp_ckpt.catalog import DType, TensorEntry
-from fsdp_ckpt.plan.boxes import Box, bands
+from fsdp_ckpt.plan.boxes import Box, bands, intersect
 from fsdp_ckpt.run.cast import cast_bits
-from fsdp_ckpt.run.checksum import BLOCK_BYTES
+from fsdp_ckpt.run.checksum import BLOCK_BYTES, verify_record
 from fsdp_ckpt.run.differences import Differences, ValueStats
 from fsdp_ckpt.run.elements import bits_differ
 from fsdp_ckpt.run.gather import Gatherer, storage_dtype
 from fsdp_ckpt.run.progress import Meter
-from fsdp_ckpt.run.sides import Side, TensorPair
+from fsdp_ckpt.run.sides import Side, TensorPair, batches
 
 __all__ = ["Comparer", "Comparison"]
 
@@ -97,9 +97,9 @@ class Comparer:
             CorruptCheckpoint: A record is damaged or too short; the message names the side.
         """
         with ThreadPoolExecutor(max_workers=jobs) as pool:
-            futures = [pool.submit(self._run, pair) for pair in pairs]
+            futures = [pool.submit(self._run, batch) for batch in batches(pairs)]
             try:
-                return [future.result() for future in futures]
+                return [found for future in futures for found in future.result()]
             except BaseException as error:
                 self._stop.set()
                 pool.shutdown(cancel_futures=True)
@@ -108,9 +108,9 @@ class Comparer:
                         future.result()
                 raise
 
-    def _run(self, pair: TensorPair) -> Comparison:
+    def _run(self, pairs: Sequence[TensorPair]) -> list[Comparison]:
         try:
-            return self.run(pair)
+            return [self.run(pair) for pair in pairs]
         except BaseException:
             self._stop.set()
             raise
@@ -151,6 +151,7 @@ class Comparer:
             self._meter.add(work.compare(start, box))
             is_enough = self._tolerance is None or work.differences.num_outside
             if work.first is not None and is_enough and not self._statistics:
+                work.verify(box)
                 return False
         work.finish()
         return True
@@ -212,9 +213,20 @@ class _Work:
         return self.read_bytes - before
 
     def finish(self) -> None:
-        """Compare the checksums of records that were read through."""
+        """Compare the checksums of records; where the tensors are equal, only of those that were read through."""
         self._a.finish()
         self._b.finish()
+        if self.first is not None:
+            self.verify(None)
+
+    def verify(self, box: Box | None) -> None:
+        """Compare the checksums of records that were not read through: what is damaged must not pass as a difference.
+
+        Args:
+            box: Only records that share elements with it.
+        """
+        self._a.verify(box)
+        self._b.verify(box)
 
     def add_leading(self) -> None:
         """Read what is equal before the first difference once more, for the norms."""
@@ -241,8 +253,8 @@ class _Reader:
         self.side = side
         self.read_bytes = 0
         with side.blame():
-            located = side.resolve(tensor)
-            self._gatherer = Gatherer(tensor.key, tensor.dtype, tensor.shape, located, verify="passing")
+            self._located = side.resolve(tensor)
+            self._gatherer = Gatherer(tensor.key, tensor.dtype, tensor.shape, self._located, verify="passing")
         self._memory: _Array = np.empty(0, dtype=storage_dtype(tensor.dtype))
 
     def read(self, box: Box) -> _Array:
@@ -259,6 +271,17 @@ class _Reader:
     def finish(self) -> None:
         with self.side.blame():
             self._gatherer.finish()
+
+    def verify(self, box: Box | None) -> None:
+        if box is None and not self._gatherer.unverified_bytes:
+            return
+        for store, chunk in self._located:
+            place = store, chunk.file, *(chunk.crc_range or (chunk.start, chunk.stop))
+            if place in self.side.sound or (box and intersect((chunk.offsets, chunk.lengths), box) is None):
+                continue
+            with self.side.blame():
+                self.read_bytes += verify_record(store, chunk, key=self._gatherer.key)
+            self.side.sound.add(place)
 
 
 def _is_cast(values: _Array, src: DType, wanted: _Array, dst: DType) -> bool:

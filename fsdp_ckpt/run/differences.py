@@ -34,6 +34,8 @@ class ValueStats:
         max_ulp: Largest distance in representable steps, of finite floats; None where dtypes differ or are no floats.
         nan_changed: Changed elements that are NaN on one side, or on both with different bits. They do not count in
             the four numbers above.
+        nan_in_a: Those of them that are NaN in A.
+        nan_in_b: Those of them that are NaN in B.
         inf_changed: Other changed elements that are infinite on one side or on both. They do not count either.
         num_outside: Elements outside of the tolerance; None when there is none.
         largest_at: Index of the largest difference; of the first changed element when no finite one differs.
@@ -48,6 +50,8 @@ class ValueStats:
     cosine: float | None
     max_ulp: int | None
     nan_changed: int
+    nan_in_a: int
+    nan_in_b: int
     inf_changed: int
     num_outside: int | None
     largest_at: Shape | None
@@ -80,6 +84,8 @@ class Differences:
         self._has_ulp = not self._retyped and a.kind in ("float", "float8") and a.pack == 1
         self._is_wide = not {"float64", "complex128"}.isdisjoint((a.name, b.name))
         self._nan = 0
+        self._nan_a = 0
+        self._nan_b = 0
         self._inf = 0
         self._ulp = 0
         self._max: Any = None
@@ -116,6 +122,8 @@ class Differences:
             cosine=self._cosine(),
             max_ulp=self._ulp if self._has_ulp else None,
             nan_changed=self._nan,
+            nan_in_a=self._nan_a,
+            nan_in_b=self._nan_b,
             inf_changed=self._inf,
             num_outside=None if self._tolerance is None else self.num_outside,
             largest_at=at,
@@ -166,8 +174,11 @@ class Differences:
         finite = _finite(x, y)
         if finite is not None:
             difference = np.where(finite, difference, 0)
-            nan = np.isnan(x) | np.isnan(y)
-            self._nan += int(np.count_nonzero(changed & nan))
+            nan_a, nan_b = changed & np.isnan(x), changed & np.isnan(y)
+            nan = nan_a | nan_b
+            self._nan += int(np.count_nonzero(nan))
+            self._nan_a += int(np.count_nonzero(nan_a))
+            self._nan_b += int(np.count_nonzero(nan_b))
             self._inf += int(np.count_nonzero(changed & ~nan & ~finite))
         if self._tolerance is not None:
             self.num_outside += self._count_outside(x, y, difference, finite)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from fsdp_ckpt.catalog import DType, Shape, TensorEntry
-from fsdp_ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsafePickle
+from fsdp_ckpt.errors import ChecksumMismatch, CorruptCheckpoint, IncompleteCheckpoint, UnsafePickle
 from fsdp_ckpt.run.sources import Located, Sources
 
-__all__ = ["Side", "TensorPair", "blame"]
+__all__ = ["Side", "TensorPair", "batches", "blame"]
+
+_BATCH_BYTES = 1 << 20
+_MAX_BATCH = 256
 
 
 @contextmanager
@@ -31,7 +34,8 @@ def blame(label: str, path: str) -> Iterator[None]:
     except UnsafePickle as error:
         raise UnsafePickle(error.name, where=f"{label} (`{path}`): {error.where}", hint=error.hint) from None
     except CorruptCheckpoint as error:
-        hint = error.hint or f"fsdp-ckpt validate {shlex.quote(path)}"
+        deep = " --deep" if isinstance(error, ChecksumMismatch) else ""  # nothing less reads the bytes
+        hint = error.hint or f"fsdp-ckpt validate {shlex.quote(path)}{deep}"
         raise type(error)(f"{label} (`{path}`): {error.message}", hint=hint) from None
 
 
@@ -44,16 +48,24 @@ class Side:
         path: As the user typed it.
         sources: Finds its bytes.
         inodes: Device and inode of its files, as far as they were looked at.
+        places: Where elements lie, by tensor (its ``id``), as far as it was looked at.
+        sound: Records whose checksum was compared apart from reading their elements.
     """
 
     label: str
     path: str
     sources: Sources
     inodes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    places: dict[int, list[Located]] = field(default_factory=dict)
+    sound: set[tuple[object, ...]] = field(default_factory=set)
 
     def resolve(self, tensor: TensorEntry) -> list[Located]:
         """Return where the elements of a tensor lie; chunks without elements are left out."""
-        return [self.sources.resolve(tensor, chunk) for chunk in tensor.chunks if chunk.numel]
+        known = self.places.get(id(tensor))
+        if known is None:
+            known = [self.sources.resolve(tensor, chunk) for chunk in tensor.chunks if chunk.numel]
+            self.places[id(tensor)] = known
+        return known
 
     def inode(self, file: str) -> tuple[int, int]:
         """Return what tells a file from all others, whatever its name.
@@ -103,3 +115,17 @@ class TensorPair:
     def num_bytes(self) -> int:
         """Bytes of both."""
         return self.a.num_bytes + self.b.num_bytes
+
+
+def batches(pairs: Sequence[TensorPair]) -> Iterator[list[TensorPair]]:
+    """Put small tensors together, so that handing them to threads does not take longer than comparing them."""
+    batch: list[TensorPair] = []
+    num_bytes = 0
+    for pair in pairs:
+        batch.append(pair)
+        num_bytes += pair.num_bytes
+        if num_bytes >= _BATCH_BYTES or len(batch) == _MAX_BATCH:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 import threading
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, MalformedFile, PathOutside
+from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, MalformedFile, NotPermitted, PathOutside
 
 __all__ = ["FileReader", "Folder", "LocalStore"]
 
@@ -119,13 +120,18 @@ class LocalStore:
         return LocalStore(found or self.root / folder)
 
     def size(self, file: str) -> int | None:
-        """Return a file's size in bytes, None when it is not there.
+        """Return a file's size in bytes, None when it is not there, or a link to what is not there.
 
         Raises:
             MalformedFile: The name leads out of the folder, or it is no regular file.
         """
         try:
             status = os.stat(self.path(file))
+        except PathOutside:
+            links = [root / file for root in self.roots if (root / file).is_symlink()]
+            if links and not any(link.exists() for link in links):
+                return None
+            raise
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -212,7 +218,9 @@ def _open_regular(path: str, file: str) -> int:
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{file} is missing") from None
     except PermissionError:
-        raise CheckpointNotFound(f"{file} cannot be read: permission denied") from None
+        raise NotPermitted(
+            f"{file} cannot be read: permission denied", hint=f"ls -l {shlex.quote(path)}    (whose is it?)"
+        ) from None
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO):
             raise MalformedFile(f"{file!r:.200} is no regular file: {error.strerror}") from None

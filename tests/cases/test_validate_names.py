@@ -46,6 +46,22 @@ def test_p11_an_adapter_that_peft_would_not_match(tmp_path: Path) -> None:
     assert validate(tmp_path, "--strict")[0] == 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model._orig_mod.model.layers.0.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0._fsdp_wrapped_module.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.q_proj.lora_A.default.weight",
+    ],
+)
+def test_p11_names_that_begin_as_peft_has_them(name: str, tmp_path: Path) -> None:
+    """The wrapper, or the adapter's name, stands further inside."""
+    save_file({name: torch.ones(2, 6)}, tmp_path / "adapter_model.safetensors")
+    code, (one,) = validate(tmp_path)
+    assert (code, one["name"], one["where"]) == (0, "adapter-prefix", name)
+    assert one["next"].endswith("mv OUT/model.safetensors OUT/adapter_model.safetensors")
+
+
 def test_p12_local_flat_parameters(tmp_path: Path) -> None:
     """facebookresearch/dinov2#487, #544: said, with what it means."""
     for rank in (0, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -70,7 +71,7 @@ def test_equal_checkpoints_of_other_numbers_of_ranks() -> None:
     result = run("diff", DCP, OTHER)
     assert (result.code, result.err) == (0, "")
     verdict, a, b = result.out.splitlines()
-    assert verdict == "equal: 16 tensors, 5.79 kB; recorded checksums are equal, nothing was read"
+    assert verdict == "equal by recorded checksums: 16 tensors, 5.79 kB; bytes were not read, --full reads them"
     assert a == f"  A  {DCP}  [distributed checkpoint (DCP), 2 ranks]"
     assert b == f"  B  {OTHER}  [distributed checkpoint (DCP), 3 ranks]"
     assert run("diff", DCP, OTHER, "--full").out.splitlines()[0] == "equal: 16 tensors, 5.79 kB; 11.6 kB read"
@@ -82,7 +83,10 @@ def test_a_checkpoint_and_what_was_merged_from_it(training: tuple[Path, Path], t
     result = run("diff", training[0], tmp_path / "merged")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("equal: 110 tensors, ")
-    assert "not compared, as B is a model and nothing else: optimizer, scheduler of A\n" in result.out
+    assert "not compared, as B holds models only: optimizer, scheduler of A; to insist, name them: " in result.out
+    assert result.out.endswith(" --part optimizer\n")
+    insisted = run("diff", training[0], tmp_path / "merged", "--part", "optimizer")
+    assert (insisted.code, "only in A: optimizer\n" in insisted.out) == (1, True)
 
 
 def test_one_changed_element(changed: Path) -> None:
@@ -115,7 +119,8 @@ def test_names_for_scripts(changed: Path, training: tuple[Path, Path]) -> None:
     shutil.rmtree(training[1])
     save_dcp(training[1], {"model": {"w": torch.zeros(1)}})
     assert run("diff", *training, "--name-only", "--part", "model").out.count("\n") == 111
-    assert run("diff", *training, "--name-only").out.splitlines()[-2:] == ["optimizer", "scheduler"]
+    options = ["--part", "model", "--part", "optimizer", "--part", "scheduler"]
+    assert run("diff", *training, "--name-only", *options).out.splitlines()[-2:] == ["optimizer", "scheduler"]
 
 
 def test_json_is_the_same_report_in_exact_numbers(changed: Path) -> None:
@@ -153,7 +158,7 @@ def test_what_json_cannot_hold_becomes_text(tmp_path: Path) -> None:
     assert found["w"]["max_abs"] == "inf"
     assert found["v"]["largest_b"] == "nan"
     text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors").out
-    assert "v: 1 -> nan, 1 NaN" in text
+    assert "v: 1 -> nan\n" in text
 
 
 def test_tolerance(changed: Path) -> None:
@@ -194,6 +199,101 @@ def test_stat_has_a_bar_for_every_tensor(training: tuple[Path, Path]) -> None:
     assert max(map(len, run("diff", *training, "--stat", env=environment(COLUMNS="80")).out.splitlines()[3:])) <= 80
 
 
+def pair(folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[Path, Path]:
+    paths = folder / "a.safetensors", folder / "b.safetensors"
+    for path, tensors in zip(paths, (a, b), strict=True):
+        save_file(tensors, path)
+    return paths
+
+
+def bits(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32).view(torch.float32)
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each line of a table, by its first one."""
+    lines = [re.split(r"\s{3,}", line) for line in text.splitlines()]
+    return {cells[0]: cells[1:] for cells in lines if len(cells) > 1}
+
+
+def test_files_of_the_current_folder_are_shown_as_given(tmp_path: Path) -> None:
+    pair(tmp_path, {"w": torch.zeros(2)}, {"w": torch.zeros(2)})
+    lines = run("diff", "a.safetensors", "./b.safetensors", cwd=tmp_path).out.splitlines()
+    assert lines[1:] == ["  A  a.safetensors  [safetensors file]", "  B  ./b.safetensors  [safetensors file]"]
+
+
+def test_a_folder_that_was_found_below_the_path_is_shown(training: tuple[Path, Path]) -> None:
+    lines = run("diff", training[0].parent, training[1]).out.splitlines()
+    assert lines[1].startswith(f"  A  {training[1]}  [")
+
+
+def test_the_same_file_is_called_that(tmp_path: Path) -> None:
+    path = pair(tmp_path, {"w": torch.zeros(2)}, {})[0]
+    assert run("diff", path, path).out.startswith("equal: 1 tensor, 8 B; 1 of them the same file on both sides\n")
+
+
+def test_as_many_digits_as_make_values_differ(tmp_path: Path) -> None:
+    a = {"w": bits(0x3F800000, 0), "n": torch.tensor([2**62, 5]), "step": torch.tensor([12345678])}
+    b = {"w": bits(0x3F800001, 0), "n": torch.tensor([2**62 + 1, 5]), "step": torch.tensor([12345679])}
+    paths = pair(tmp_path, a, b)
+    assert "largest at w[0]: 1 -> 1.0000001\n" in run("diff", *paths, "--include", "w").out
+    assert f"largest at n[0]: {2**62} -> {2**62 + 1}\n" in run("diff", *paths, "--include", "n").out
+    assert "step: 12345678 -> 12345679\n" in run("diff", *paths, "--include", "step").out
+
+
+def test_large_counts_have_no_letter_that_could_mean_bytes(tmp_path: Path) -> None:
+    wide = torch.zeros(20_000_000, dtype=torch.int8)
+    paths = pair(
+        tmp_path, {"w": torch.tensor([1e30, 0]), "v": wide}, {"w": torch.tensor([-1e30, 0]), "v": wide.clone()}
+    )
+    tensors = load_file(paths[1])
+    tensors["v"][5] = 1
+    save_file(tensors, paths[1])
+    found = table(run("diff", *paths).out)
+    assert found["w"][4] == "3.8e+09"
+    assert found["v"][0] == "1 of 2e+07"
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    nan = 0x7FC00000
+    a = {"bits": bits(nan, 0, 0), "new": bits(1, 0, 0), "old": bits(nan, 0, 0), "one": bits(nan)}
+    b = {"bits": bits(nan + 1, 0, 0), "new": bits(nan, 0, 0), "old": bits(1, 0, 0), "one": bits(nan + 1)}
+    text = run("diff", *pair(tmp_path, a, b)).out
+    found = table(text)
+    assert found["tensor"] == ["changed", "max abs", "rel L2", "cosine", "max ulp", "note"]
+    assert found["bits"] == ["1 of 3", "-", "-", "-", "-", "1 NaN with other bits"]
+    assert found["new"][-1] == "1 became NaN"
+    assert found["old"][-1] == "1 was NaN"
+    assert "one: NaN with other bits\n" in text
+    alone = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--include", "bits").out
+    assert "first at bits[0]: NaN with other bits\n" in alone
+
+
+def test_rows_of_unlike_tensors_show_bounds(tmp_path: Path) -> None:
+    a = {f"{i}.w": torch.tensor([3.0, 4.0]) for i in range(2)} | {f"{i}.same": torch.ones(2) for i in range(2)}
+    b = {"0.w": torch.tensor([3.0, 4.5]), "1.w": torch.tensor([0.0, 4.0])}
+    found = table(run("diff", *pair(tmp_path, a, b | {f"{i}.same": torch.tensor([1.0, 2.0]) for i in range(2)})).out)
+    assert found["{0..1}.w  x2"][:4] == ["2 of 4", "≤ 3", "≤ 0.6", "≥ 0.800000"]
+    assert found["{0..1}.same  x2"][:2] == ["2 of 4", "1"]
+
+
+def test_a_narrow_terminal_drops_columns_and_breaks_no_name(training: tuple[Path, Path], tmp_path: Path) -> None:
+    a = {f"layers.{i}.self_attention.query_projection.weight": torch.ones(2) for i in range(3)}
+    paths = pair(tmp_path, a, {name: value * 2 for name, value in a.items()})
+    heads = ["tensor", "changed", "max abs", "rel L2", "cosine", "max ulp"]
+    for width, columns in ((160, 6), (100, 5), (90, 4), (80, 3), (60, 3)):
+        lines = run("diff", *paths, env=environment(COLUMNS=str(width))).out.splitlines()
+        head = next(number for number, line in enumerate(lines) if line.startswith("tensor"))
+        assert re.split(r"\s{3,}", lines[head]) == heads[:columns], width
+        assert any("layers.{0..2}.self_attention.query_projection.weight  x3" in line for line in lines)
+        assert max(map(len, lines[head:])) <= width
+        assert not any(line != line.rstrip() for line in lines)
+        left = ", ".join(heads[columns:])
+        assert (f"no room for {left}: --json has all" in lines) is (columns < 6)
+    text = run("diff", *training, "--part", "model", "--part", "optimizer", env=environment(COLUMNS="40")).out
+    assert all(len(line) <= 40 for line in text.splitlines() if not line.startswith(("  A", "  B")))
+
+
 def test_optimizers_that_cannot_be_matched() -> None:
     result = run("diff", ACCELERATE, INDEXED, "--part", "optimizer")
     assert result.code == 1
@@ -220,7 +320,13 @@ def test_a_flipped_bit(tmp_path: Path) -> None:
     assert_refused(result, 4)
     assert "error: A (`" in result.err
     assert "is damaged" in result.err
-    assert run("diff", tmp_path / "bad", OTHER).code == 0, "what was written is equal; --full reads what is there"
+    assert result.hint == f"fsdp-ckpt validate {tmp_path / 'bad'} --deep"
+    assert_refused(run("diff", tmp_path / "bad", OTHER, "--full", "-q"), 4)
+    trusting = run("diff", tmp_path / "bad", OTHER)
+    assert (trusting.code, trusting.out.startswith("equal by recorded checksums: ")) == (0, True)
+    # A side without checksums makes it read.
+    for options in ([], ["-q"]):
+        assert_refused(run("diff", tmp_path / "bad", EXPECTED, *options), 4)
 
 
 def test_hostile_pickles_are_refused(tmp_path: Path) -> None:
@@ -256,6 +362,18 @@ def test_exit_codes(arguments: list[str | Path], code: int) -> None:
     if arguments:
         assert_refused(result, code)
     assert (result.code, result.out) == (code, "")
+
+
+def test_no_threads_are_refused_in_the_words_of_validate() -> None:
+    refused = run("diff", DCP, OTHER, "--jobs", "0")
+    assert (refused.code, refused.err) == (2, run("validate", DCP, "--jobs", "0").err)
+
+
+def test_help_says_what_is_not_read() -> None:
+    text = " ".join(run("diff", "--help", env=environment(COLUMNS="200")).out.replace("│", " ").split())
+    assert "-q with --full reads bytes, too" in text
+    assert "without it, those with equal recorded checksums are not" in text
+    assert "where one side holds models only" in text
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.tool import ACCELERATE, DCP, FIXTURES, Result, assert_refused, environment, flip, run, strict_json
+from tests.cli.tool import ACCELERATE, DCP, FIXTURES, TOOL, Result, assert_refused, environment, flip, run, strict_json
 
 FIELDS = {
     "path", "root", "ok", "errors", "warnings", "layout", "title", "step", "world_size", "checked", "findings",
-    "resume", "values", "other_paths",
+    "resume", "fits", "values", "other_paths",
 }  # fmt: skip
 
 
@@ -202,3 +205,48 @@ def test_names_cannot_reach_the_terminal(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_read(folder: Path) -> None:
     (folder / "__0_0.distcp").chmod(0)
     assert validate(folder, "--deep").code != 0
+
+
+def test_what_comes_next_has_the_options_that_were_typed(folder: Path, damaged: Path) -> None:
+    result = validate(folder.parent, "--deep", "--world-size", "2")
+    (line,) = [line for line in result.out.splitlines() if line.startswith("next: ")]
+    assert line == f"next: fsdp-ckpt validate {damaged} --deep --world-size 2"
+    assert run(*line.split()[2:]).code == 1
+
+
+def test_a_link_does_not_hide_the_name_of_a_step(folder: Path) -> None:
+    (folder.parent / "latest").symlink_to(folder.name)
+    (folder.parent / "step-3").symlink_to(folder.name)
+    assert [one["path"] for one in reports(validate(folder.parent, "--json"))] == [str(folder)]
+
+
+def test_one_bad_path_does_not_lose_the_others(folder: Path, tmp_path: Path) -> None:
+    result = validate(folder, tmp_path / "nope", "--json")
+    assert result.code == 1
+    assert [(Path(one["path"]).name, one["ok"]) for one in reports(result)] == [("step-10", True), ("nope", False)]
+
+
+def test_checkpoints_under_any_name_are_suggested(folder: Path) -> None:
+    shutil.move(folder, folder.with_name("good one"))
+    result = validate(folder.parent)
+    assert_refused(result, 3)
+    assert result.hint == f"fsdp-ckpt validate '{folder.with_name('good one')}'"
+
+
+def _on_terminal(*arguments: str | Path, **env: str) -> bytes:
+    screen, tool = pty.openpty()
+    subprocess.run([TOOL, *arguments], stdout=tool, env=environment(TERM="xterm", **env), timeout=60, check=False)
+    os.close(tool)
+    shown = b""
+    with suppress(OSError):  # at its end, a terminal that nobody writes to any more says EIO
+        while piece := os.read(screen, 4096):
+            shown += piece
+    os.close(screen)
+    return shown
+
+
+def test_no_color_means_no_escape_codes_on_a_terminal(damaged: Path) -> None:
+    assert b"\x1b[" in _on_terminal("validate", damaged, "--deep")
+    plain = _on_terminal("validate", damaged, "--deep", NO_COLOR="1")
+    assert b"E301" in plain
+    assert b"\x1b[" not in plain

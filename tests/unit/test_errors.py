@@ -16,6 +16,7 @@ TREE: dict[str, tuple[str, int, type[BaseException]]] = {
     "NoModelWeights": ("CheckpointNotFound", 3, FileNotFoundError),
     "CorruptCheckpoint": ("FsdpCkptError", 4, ValueError),
     "IncompleteCheckpoint": ("CorruptCheckpoint", 4, ValueError),
+    "NotPermitted": ("IncompleteCheckpoint", 4, ValueError),
     "ChecksumMismatch": ("CorruptCheckpoint", 4, ValueError),
     "MalformedFile": ("CorruptCheckpoint", 4, ValueError),
     "ItemMismatch": ("MalformedFile", 4, ValueError),

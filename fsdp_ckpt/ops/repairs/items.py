@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fsdp_ckpt.catalog import Chunk, Encoding, Shape, TensorEntry
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
 from fsdp_ckpt.codec.safetensors import Header, read_header
+from fsdp_ckpt.codec.stamp import is_free
 from fsdp_ckpt.codec.tensors import TORCH, TensorRef
 from fsdp_ckpt.codec.torchzip import open_archive
 from fsdp_ckpt.errors import FsdpCkptError, Incompatible, MalformedFile
@@ -169,7 +170,8 @@ def walk_archives(folder: Folder, file: str) -> list[tuple[int, int]]:
     """Return where the archives lie that a ``.distcp`` file consists of, in order.
 
     They are found from the end: each ends with a record that says how long it is, and what is before it is the end of
-    the one before, or up to 4095 zeros after that. So no byte of a tensor is ever taken for the end of an archive.
+    the one before, or up to 4095 zeros after that; a file of ours may begin with a stamp. So no byte of a tensor is
+    ever taken for the end of an archive.
 
     Raises:
         MalformedFile: The file does not consist of archives and nothing else.
@@ -188,7 +190,7 @@ def walk_archives(folder: Folder, file: str) -> list[tuple[int, int]]:
             raise MalformedFile(f"{path}: bytes before {stop} belong to no archive")
         open_archive(read_at, start, end, where=f"{path} (item at {start})")
         found.append((start, end))
-        if start == 0 or (start < _MAX_GAP_BYTES and not read_at(0, start).strip(b"\0")):
+        if start == 0 or (start < _MAX_GAP_BYTES and is_free(read_at(0, start), 0)):
             break
         stop = start
     return found[::-1]

@@ -65,7 +65,7 @@ def _strange_prefix(tensors: Mapping[str, TensorEntry], expected: ExpectedModel)
     usual = _BASES.get(expected.stack or "")
     heads = [key for key in tensors if key.endswith(f".{HEAD}")]
     prefix = ""
-    if HEAD not in tensors and heads:
+    if HEAD not in tensors and heads and (usual is not None or not expected.is_tied):
         prefix = heads[0].removesuffix(HEAD)
     elif usual is not None and base not in ("", usual):
         prefix = base.removesuffix(usual)

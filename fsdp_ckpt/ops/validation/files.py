@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Encoding, Part, Problem, Role, Severity
 from fsdp_ckpt.codec.distcp_item import recognise_item
-from fsdp_ckpt.codec.stamp import STAMP_BYTES, read_stamp
+from fsdp_ckpt.codec.stamp import is_free
 from fsdp_ckpt.codec.torchzip import open_archive
-from fsdp_ckpt.errors import CorruptCheckpoint
+from fsdp_ckpt.errors import CorruptCheckpoint, MalformedFile
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest
 from fsdp_ckpt.ops.validation.wording import finding
 from fsdp_ckpt.plan.extents import collect_extents, find_gaps, iter_shared_bytes
@@ -19,7 +20,7 @@ from fsdp_ckpt.store.leftovers import is_backup, is_staging, leftovers
 from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.units import format_size
 
-__all__ = ["check_extents", "check_files", "check_leftovers"]
+__all__ = ["check_extents", "check_files", "check_leftovers", "check_permissions"]
 
 _PADDING_BYTES = 4096
 """Tensors of ours begin on a multiple of this; the bytes before are nobody's."""
@@ -42,25 +43,9 @@ def check_files(checkpoint: Checkpoint, manifest: Manifest | None, *, look: bool
         has_objects = any(part.objects for part in checkpoint.parts)
         message = "it holds no tensors" + (", but objects, which may have some in them" if has_objects else "")
         yield finding("no-tensors", ".", message, severity=Severity.WARNING if has_objects else None)
-    for part in checkpoint.parts:
-        yield from _mixed_saves(checkpoint, part)
-    yield from _misplaced_models(checkpoint)
-
-
-def _misplaced_models(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Find optimizers' files that hold the tensors of a model: nothing that optimizers have, but the model's names."""
-    models = [part.tensors for part in checkpoint.parts if part.role is Role.MODEL and not _has_state(part)]
-    for part in checkpoint.parts:
-        if part.role is not Role.OPTIMIZER or part.dialect != "torch-file" or not part.tensors or _has_state(part):
-            continue
-        if not any(models) or any(part.tensors.keys() & model.keys() for model in models):
-            message = f"it has tensors, `{next(iter(part.tensors))}` first, but neither state nor param_groups"
-            yield finding("misplaced-file", next(iter(part.files)), message)
-
-
-def _has_state(part: Part) -> bool:
-    """Tell whether there is anything in it that optimizers have, nested or flattened."""
-    return any("param_groups." in key or ".state." in f".{key}" for key in (*part.tensors, *part.objects))
+    if manifest is None:  # else each file says which save it is of
+        for part in checkpoint.parts:
+            yield from _mixed_saves(checkpoint, part)
 
 
 def _is_ours(checkpoint: Checkpoint) -> bool:
@@ -87,6 +72,17 @@ def _is_ours(checkpoint: Checkpoint) -> bool:
     return False
 
 
+def check_permissions(checkpoint: Checkpoint, manifest: Manifest | None) -> Iterator[Problem]:
+    """Find files that this user may not read; other checks pass over them."""
+    store = LocalStore(checkpoint.roots)
+    listed = manifest.files if manifest is not None else ()
+    for file in dict.fromkeys([*(file for part in checkpoint.parts for file in part.files), *listed]):
+        with suppress(MalformedFile):  # reported when the files were read
+            path = store.path(file)
+            if os.path.exists(path) and not os.access(path, os.R_OK):
+                yield finding("no-permission", file, "permission denied")
+
+
 def _foreign_files(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
     known = {MANIFEST, *manifest.files}
     for root in checkpoint.roots:
@@ -108,7 +104,7 @@ def _mixed_saves(checkpoint: Checkpoint, part: Part) -> Iterator[Problem]:
     try:
         written = os.stat(store.path(metadata)).st_mtime
         times = {file: os.stat(store.path(file)).st_mtime for file in part.files if file.endswith(".distcp")}
-    except OSError:  # reported as a missing file
+    except (OSError, MalformedFile):  # reported when the files were read
         return
     newer = sorted(file for file, when in times.items() if when > written + 1)
     if not newer or len(newer) == len(times):
@@ -118,7 +114,7 @@ def _mixed_saves(checkpoint: Checkpoint, part: Part) -> Iterator[Problem]:
         f"{len(newer)} of {len(times)} data files are newer than the metadata, first by "
         f"{times[newer[0]] - written:.0f} s: a save was killed while it replaced another one, or files were copied"
     )
-    yield finding("mixed-saves", newer[0], message, severity=Severity.WARNING if is_cut else Severity.NOTE)
+    yield finding("mixed-saves" if is_cut else "mixed-times", newer[0], message)
 
 
 def check_extents(checkpoint: Checkpoint, *, look: bool) -> Iterator[Problem]:
@@ -139,7 +135,10 @@ def check_extents(checkpoint: Checkpoint, *, look: bool) -> Iterator[Problem]:
     raw = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks if chunk.encoding is Encoding.RAW}
     store = LocalStore(checkpoint.roots)
     for file, listed in extents.items():
-        size = store.size(file)
+        try:
+            size = store.size(file)
+        except MalformedFile:  # likewise
+            continue
         if size is None or file in raw or not file.endswith(".distcp"):
             continue
         gaps = [gap for gap in find_gaps(listed, size) if not _is_padding(store, file, gap, size, look=look)]
@@ -154,12 +153,9 @@ def _is_padding(store: LocalStore, file: str, gap: tuple[int, int], size: int, *
     start, stop = gap
     if stop - start >= _PADDING_BYTES or stop == size:
         return False
-    if not look:
+    if not look or not os.access(store.path(file), os.R_OK):
         return True
-    data = store.reader(file)(start, stop - start)
-    if start == 0 and read_stamp(data) is not None:
-        data = data[STAMP_BYTES:]
-    return not any(data)
+    return is_free(store.reader(file)(start, stop - start), start)
 
 
 def check_leftovers(checkpoint: Checkpoint) -> Iterator[Problem]:

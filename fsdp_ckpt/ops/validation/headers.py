@@ -5,6 +5,7 @@ Only directories and small records are read; ``records`` reads the rest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "HeaderCount", "check_headers", "count_items", "is_there", "item_problem", "load_whole", "unsafe_problem",
 ]  # fmt: skip
 
+_SEVERAL = 3
 _DANGEROUS = frozenset(
     {
         "__builtin__", "_pickle", "builtins", "code", "commands", "ctypes", "ftplib", "http", "importlib",
@@ -66,18 +68,43 @@ def check_headers(checkpoint: Checkpoint, sources: Sources, count: HeaderCount) 
 
     Compressed items are left to ``records``, as all of one has to be read to see its head.
     """
-    twins = Twins()
+    twins, wrong = Twins(), _WrongFiles()
     for part in checkpoint.parts:
         for tensor in part.tensors.values():
-            yield from _check_tensor(tensor, sources, count, twins)
+            yield from _check_tensor(tensor, sources, count, twins, wrong)
         for entry in part.objects.values():
             if not entry.decoded:
                 count.items += 1
                 yield from _check_object(part, entry, sources.store)
+    yield from wrong.find()
     yield from twins.find(sources.store)
 
 
-def _check_tensor(tensor: TensorEntry, sources: Sources, count: HeaderCount, twins: Twins) -> Iterator[Problem]:
+class _WrongFiles:
+    """Items that are not what the metadata say, by file: where none of a file's is, the file is another one."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, int] = {}
+        self._problems: dict[str, list[Problem]] = {}
+
+    def count(self, file: str) -> None:
+        self._items[file] = self._items.get(file, 0) + 1
+
+    def add(self, file: str, problem: Problem) -> None:
+        self._problems.setdefault(file, []).append(problem)
+
+    def find(self) -> Iterator[Problem]:
+        for file, problems in self._problems.items():
+            if len(problems) < _SEVERAL or len(problems) < self._items[file]:
+                yield from problems
+                continue
+            message = f"none of its {len(problems)} tensors is where the metadata say: it is another file, or damaged"
+            yield finding("header-mismatch", file, message)
+
+
+def _check_tensor(
+    tensor: TensorEntry, sources: Sources, count: HeaderCount, twins: Twins, wrong: _WrongFiles
+) -> Iterator[Problem]:
     located: dict[tuple[object, object], Chunk] = {}
     for chunk in (*tensor.chunks, *tensor.replicas):
         found = chunk
@@ -85,10 +112,11 @@ def _check_tensor(tensor: TensorEntry, sources: Sources, count: HeaderCount, twi
             continue
         if chunk.encoding is Encoding.TORCH_ZIP:
             count.items += 1
+            wrong.count(chunk.file)
             try:
                 _, found = sources.resolve(tensor, chunk)
             except CorruptCheckpoint as error:
-                yield item_problem(error, tensor.key)
+                wrong.add(chunk.file, item_problem(error, tensor.key))
                 continue
             twins.add(tensor, found)
         elif tensor.placements is None:  # copies of a buffer were compared when the files were read
@@ -103,12 +131,12 @@ def _check_tensor(tensor: TensorEntry, sources: Sources, count: HeaderCount, twi
 
 
 def is_there(store: LocalStore, item: Chunk | ObjectEntry) -> bool:
-    """Tell whether an item's file is there and long enough."""
+    """Tell whether an item's file is there, long enough, and may be read."""
     try:
         size = store.size(item.file)
     except MalformedFile:
         return False
-    return size is not None and item.stop <= size
+    return size is not None and item.stop <= size and os.access(store.path(item.file), os.R_OK)
 
 
 def item_problem(error: CorruptCheckpoint, where: str) -> Problem:

@@ -7,6 +7,7 @@ checkpoint, a changed byte is found, and the tensor that it belongs to named.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -95,7 +96,7 @@ def _manifest_records(store: LocalStore, manifest: Manifest) -> list[Record]:
             have = store.size(file)
         except MalformedFile:
             continue
-        if have == size:
+        if have == size and os.access(store.path(file), os.R_OK):
             found.append(Record(store, file, 0, size, int(crc, 16), file, file))
     return found
 
@@ -188,7 +189,7 @@ class _Records:
             result.problems.append(item_problem(error, entry.key))
 
     def _of_file(self, file: str, size: int) -> Iterator[Record]:
-        if self._store.size(file) != size:
+        if self._store.size(file) != size or not os.access(self._store.path(file), os.R_OK):
             return
         if self._store.reader(file)(0, min(size, 2)) == b"PK":
             yield from self._of_archive(self._store, file, 0, size, owner=file, what=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["Checked", "Finding", "Level", "ValidateReport", "ValidateRun", "as_findings"]
 
 _ORDER = list(Severity)
+_CAUSES = frozenset(
+    {
+        "missing-file", "missing-metadata", "missing-rank", "misplaced-file", "mixed-saves", "no-permission",
+        "path-outside", "short-file", "unreadable", "unsafe-pickle", "wrong-size",
+    }
+)  # fmt: skip
+"""What other findings follow from."""
+_OF_FILES = frozenset({"missing-file", "short-file", "wrong-size"})
+"""What the manifest and the metadata both may say of one file."""
 
 
 class Level(StrEnum):
@@ -94,6 +104,7 @@ class ValidateReport:
         checked: What was looked at.
         findings: Errors first.
         resume: Whether training can go on from it; None when nobody asked.
+        fits: What was asked for and is right, in sentences: ``torch 2.9 can read it``.
         values: Of each tensor, when asked for.
         other_paths: Further folders as given, of other nodes.
     """
@@ -110,6 +121,7 @@ class ValidateReport:
     checked: Checked
     findings: Sequence[Finding]
     resume: ResumeAnswer | None = None
+    fits: Sequence[str] = ()
     values: Sequence[TensorValues] = ()
     other_paths: Sequence[str] = ()
 
@@ -132,24 +144,34 @@ class ValidateRun:
 
 
 def as_findings(problems: Iterable[Problem], path: str) -> list[Finding]:
-    """Return problems as findings, errors first, and each only once.
+    """Return problems as findings: errors first, causes before what follows from them, and each only once.
 
     Args:
         problems: What readers and checks noticed.
         path: The checkpoint, for the next command.
     """
-    found = []
-    for problem in dict.fromkeys(problems):
+    found: dict[tuple[str, str], Finding] = {}
+    shown = shlex.quote(path if not path.startswith("-") else f"./{path}")
+    parent = shlex.quote(os.path.dirname(os.path.abspath(path)))
+    for problem in sorted(dict.fromkeys(problems), key=lambda problem: _ORDER.index(problem.severity)):
         kind = KINDS[problem.code]
-        found.append(
+        where = problem.where or "."
+        place = where if problem.code in _OF_FILES else f"{where}: {problem.message}"
+        found.setdefault(
+            (kind.code, place),
             Finding(
                 severity=problem.severity.value,
                 code=kind.code,
                 name=kind.name,
-                where=problem.where or ".",
+                where=where,
                 message=problem.message,
                 meaning=kind.meaning,
-                next=kind.command.format(path=shlex.quote(path)),
-            )
+                next=kind.command.format(path=shown, parent=parent),
+            ),
         )
-    return sorted(found, key=lambda finding: (_ORDER.index(Severity(finding.severity)), finding.code))
+    return sorted(found.values(), key=_rank)
+
+
+def _rank(finding: Finding) -> tuple[int, bool, str]:
+    """Order by severity; what is the cause of others comes first."""
+    return _ORDER.index(Severity(finding.severity)), finding.name not in _CAUSES, finding.code

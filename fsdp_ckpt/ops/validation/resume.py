@@ -93,6 +93,7 @@ def answer_resume(problems: Iterable[Problem]) -> ResumeAnswer:
 def _reason(code: str, problems: list[Problem]) -> str:
     if code in _IN_SHORT:
         return _IN_SHORT[code]
+    problems = list({(problem.where, problem.message): problem for problem in problems}.values())
     first = problems[0]
     if code in _OTHER_LOADERS:
         return f"with load_state; not with {_OTHER_LOADERS[code]}: {first.message}"

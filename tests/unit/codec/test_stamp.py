@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from fsdp_ckpt.codec import stamp
-from fsdp_ckpt.codec.stamp import STAMP_BYTES, make_stamp, read_stamp
+from fsdp_ckpt.codec.stamp import STAMP_BYTES, is_free, make_stamp, read_stamp
 
 
 def test_the_example_is_right() -> None:
@@ -27,3 +27,13 @@ def test_what_is_written_is_read(save_id: str, rank: int) -> None:
 )  # fmt: skip
 def test_anything_else_is_none(data: bytes) -> None:
     assert read_stamp(data) is None
+
+
+def test_zeros_are_free_and_a_stamp_is_at_the_beginning_only() -> None:
+    stamped = make_stamp("ab", 1) + bytes(100)
+    assert is_free(b"", 0)
+    assert is_free(bytes(500), 0)
+    assert is_free(bytes(500), 700)
+    assert is_free(stamped, 0)
+    assert not is_free(stamped, 64)
+    assert not is_free(stamped + b"x", 0)

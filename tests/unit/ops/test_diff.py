@@ -102,7 +102,7 @@ def test_one_model_however_it_was_saved(a: Path, b: Path) -> None:
 
 def test_other_numbers_of_ranks_are_settled_by_checksums() -> None:
     report = diff(NEW / "fsdp2_sharded_w2" / MODEL, NEW / "fsdp2_sharded_w3" / MODEL)
-    assert (report.is_equal, report.num_settled, report.read_bytes) == (True, 16, 0)
+    assert (report.is_equal, report.num_settled, report.num_same_file, report.read_bytes) == (True, 16, 0, 0)
     full = diff(NEW / "fsdp2_sharded_w2" / MODEL, NEW / "fsdp2_sharded_w3" / MODEL, trust_crc=False)
     # 5.79 kB on each side, but the tensor without elements that neither of them has.
     assert (full.is_equal, full.num_settled, full.read_bytes) == (True, 0, full.num_bytes)
@@ -228,7 +228,7 @@ def test_a_checkpoint_and_itself(tmp_path: Path) -> None:
     path = file(tmp_path / "a.safetensors", weights())
     (tmp_path / "link").symlink_to(tmp_path)
     report = diff(path, tmp_path / "link/a.safetensors", trust_crc=False)
-    assert (report.is_equal, report.num_settled, report.read_bytes) == (True, 4, 0)
+    assert (report.is_equal, report.num_settled, report.num_same_file, report.read_bytes) == (True, 4, 4, 0)
 
 
 # ------------------------------------------------------------------------------------------------ parts that correspond
@@ -258,15 +258,44 @@ def test_what_was_merged_from_a_checkpoint_equals_it(tmp_path: Path) -> None:
     assert (swapped.is_equal, swapped.aside_a, swapped.aside_b) == (True, [], ["optimizer", "scheduler"])
 
 
-def test_a_part_that_one_of_two_alike_lacks_is_a_difference(tmp_path: Path) -> None:
+def test_a_part_that_only_one_side_has_is_a_difference(tmp_path: Path) -> None:
     path = training(tmp_path / "a")
-    report = diff(path, dcp(tmp_path / "b", weights()))
-    assert (report.is_equal, report.only_in_a, report.aside_a) == (False, ["optimizer", "scheduler"], [])
+    report = diff(path, dcp(tmp_path / "b", weights(), scheduler={"last_epoch": 5, "base_lrs": [0.1]}))
+    assert (report.is_equal, report.only_in_a, report.aside_a) == (False, ["optimizer"], [])
     assert all(part.is_equal for part in report.parts)
     assert diff(path, tmp_path / "b", part="model").is_equal
-    assert diff(tmp_path / "b", path).only_in_b == ["optimizer", "scheduler"]
+    assert diff(tmp_path / "b", path).only_in_b == ["optimizer"]
     roles = [part.role for part in diff(path, path, part=["scheduler", "model"]).parts]
     assert roles == ["model", "scheduler"]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "file", "folder", "accelerate"])
+def test_only_models_are_compared_where_one_side_holds_models_only(kind: str, tmp_path: Path) -> None:
+    """In whatever layout it is."""
+    path, other = training(tmp_path / "a"), tmp_path / "b"
+    other.mkdir()
+    match kind:
+        case "dcp":
+            dcp(other, weights())
+        case "file":
+            other = file(other / "b.safetensors", weights())
+        case "folder":
+            file(other / "model.safetensors", weights())
+        case _:
+            dcp(other / MODEL, weights())
+    report = diff(path, other)
+    assert (report.is_equal, report.only_in_a, report.aside_a) == (True, [], ["optimizer", "scheduler"])
+    swapped = diff(other, path)
+    assert (swapped.is_equal, swapped.only_in_b, swapped.aside_b) == (True, [], ["optimizer", "scheduler"])
+    insisted = diff(path, other, part=["model", "optimizer"])
+    assert (insisted.is_equal, insisted.only_in_a, insisted.aside_a) == (False, ["optimizer"], [])
+
+
+def test_a_model_that_only_one_side_has_is_a_difference_whatever_else_there_is(tmp_path: Path) -> None:
+    a = accelerate(tmp_path / "a", {"pytorch_model_fsdp_0": weights(), "pytorch_model_fsdp_1": weights()})
+    torch.save({"last_epoch": 1}, a / "scheduler.bin")
+    report = diff(a, file(tmp_path / "b.safetensors", weights()))
+    assert (report.only_in_a, report.aside_a, report.is_equal) == (["pytorch_model_fsdp_1"], ["scheduler"], False)
 
 
 def accelerate(folder: Path, models: Mapping[str, Mapping[str, Tensor]]) -> Path:
@@ -293,10 +322,10 @@ def test_several_models_go_by_name_then_by_order(tmp_path: Path) -> None:
 
 
 def test_parts_that_nobody_has(tmp_path: Path) -> None:
-    path = dcp(tmp_path / "a", weights())
+    a, b = dcp(tmp_path / "a", weights()), dcp(tmp_path / "b", weights(), scheduler={"last_epoch": 1})
     with pytest.raises(UsageError, match="neither side has a part `optimizer`") as caught:
-        diff(path, path, part="optimizer")
-    assert caught.value.hint == "the parts are: model and model"
+        diff(a, b, part="optimizer")
+    assert caught.value.hint == "A has model; B has model, scheduler"
 
 
 # -------------------------------------------------------------------------------------------------------------- names
@@ -307,7 +336,11 @@ def test_wrapper_prefixes_make_no_difference(tmp_path: Path) -> None:
         f"module._fsdp_wrapped_module.{key.replace('weight', '_orig_mod.weight')}": v for key, v in weights().items()
     }
     a, b = file(tmp_path / "a.safetensors", wrapped), file(tmp_path / "b.safetensors", weights())
-    assert diff(a, b).is_equal
+    report = diff(a, b)
+    assert report.is_equal
+    assert only(report).notes == ["A: 4 names compared without `_fsdp_wrapped_module.`, `_orig_mod.`, `module.`"]
+    assert only(diff(b, a)).notes[0].startswith("B: 4 names ")
+    assert only(diff(a, a)).notes == []
     state = {key: {"exp_avg": value} for key, value in wrapped.items()}
     other = {key: {"exp_avg": value} for key, value in weights().items()}
     for folder, content, names in (("c", state, wrapped), ("d", other, weights())):
@@ -316,6 +349,7 @@ def test_wrapper_prefixes_make_no_difference(tmp_path: Path) -> None:
     report = diff(tmp_path / "c", tmp_path / "d")
     assert report.is_equal
     assert [part.num_tensors for part in report.parts] == [4, 4]
+    assert report.parts[1].notes == ["A: 4 names compared without `_fsdp_wrapped_module.`, `_orig_mod.`, `module.`"]
 
 
 def test_rename(tmp_path: Path) -> None:

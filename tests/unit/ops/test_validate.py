@@ -158,8 +158,12 @@ def test_several_paths(run: Path) -> None:
 
 def test_one_that_is_missing_is_an_error_beside_others(run: Path) -> None:
     """It is no checkpoint, but the others are looked at."""
+    found = validate_each([run / "step-10", run / "step-99"])
+    assert not found.ok
+    codes = [[finding.code for finding in one.findings if finding.severity == "error"] for one in found.checkpoints]
+    assert codes == [[], ["E109"]]
     with pytest.raises(CheckpointNotFound):
-        validate_each([run / "step-10", run / "step-99"])
+        validate_each([run / "step-99"])
 
 
 @pytest.fixture

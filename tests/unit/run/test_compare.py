@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,15 +17,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdp_ckpt.catalog import Part
+from fsdp_ckpt.catalog import Chunk, Part, TensorEntry
 from fsdp_ckpt.errors import ChecksumMismatch, IncompleteCheckpoint
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.run.compare import Comparer, Comparison
 from fsdp_ckpt.run.differences import ValueStats
 from fsdp_ckpt.run.progress import Meter, Progress
 from fsdp_ckpt.run.settle import Settled, settle
-from fsdp_ckpt.run.sides import Side, TensorPair
-from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.run.sides import Side, TensorPair, batches
+from fsdp_ckpt.run.sources import Located, Sources
 from tests.build import Sharded, grid, rows, save_dcp
 from tests.cli.tool import flip
 
@@ -115,6 +116,7 @@ def test_zeros_of_both_signs_have_different_bits_and_differ_by_nothing(tmp_path:
 def test_nan_is_counted_apart(tmp_path: Path) -> None:
     found = stats(tmp_path, [NAN, 3.0, NAN, 4.0, 0.0], [NAN, NAN, 7.0, 5.0, 0.0])
     assert (found.num_changed, found.nan_changed, found.inf_changed) == (3, 2, 0)
+    assert (found.nan_in_a, found.nan_in_b) == (1, 1)
     assert found.max_abs == 1.0
     assert found.relative_l2 == 0.25  # |5 - 4| / |(4, 0)|: what is NaN on a side does not count
     assert found.cosine == 1.0
@@ -127,6 +129,7 @@ def test_nan_with_other_bits(tmp_path: Path) -> None:
     found = compare(tmp_path, a, b, tolerance=0.0)
     assert found.stats is not None
     assert (found.stats.num_changed, found.stats.nan_changed, found.stats.num_outside) == (1, 1, 0)
+    assert (found.stats.nan_in_a, found.stats.nan_in_b) == (1, 1)
     assert found.is_close
 
 
@@ -347,7 +350,65 @@ def test_other_dtypes_are_never_settled(tmp_path: Path) -> None:
     assert settled(a, b) is None
 
 
+def test_small_tensors_go_to_threads_together_and_large_ones_alone(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(8)}, tmp_path / "x.safetensors")
+    with opened(tmp_path / "x.safetensors", tmp_path / "x.safetensors") as (small, _, _):
+        large = replace(small, a=replace(small.a, shape=(1 << 20,)), b=replace(small.b, shape=(1 << 20,)))
+        pairs = [*[small] * 300, large, large, small]
+        found = list(batches(pairs))
+    assert [len(batch) for batch in found] == [256, 45, 1, 1]
+    assert [pair for batch in found for pair in batch] == pairs
+
+
+def test_where_elements_lie_is_found_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    resolve = Sources.resolve
+
+    def note(sources: Sources, tensor: TensorEntry, chunk: Chunk) -> Located:
+        asked.append(chunk.file)
+        return resolve(sources, tensor, chunk)
+
+    monkeypatch.setattr(Sources, "resolve", note)
+    a, b = dcp(tmp_path / "a", rows(WEIGHT, 2)), dcp(tmp_path / "b", rows(WEIGHT + 1, 2))
+    with opened(a, b) as (pair, first, second):
+        assert settle(pair, first, second) is Settled.DIFFERENT
+        Comparer(first, second, meter=Meter(0, None)).run(pair)
+    assert sorted(asked) == sorted(["__0_0.distcp", "__1_0.distcp"] * 2)
+
+
 # ------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_damage_is_never_passed_off_as_a_difference(statistics: bool, tmp_path: Path) -> None:
+    """Also where the first difference is enough, and where the record's checksum covers more than the tensor."""
+    whole = dcp(tmp_path / "whole", rows(torch.zeros(2 << 20), 1))
+    shutil.copytree(whole, tmp_path / "bad")
+    flip(tmp_path / "bad/__0_0.distcp")
+    base = torch.arange(64.0)
+    for name in ("x", "y"):
+        torch.save({"w": base[:8]}, tmp_path / f"{name}.pt")
+    data = bytearray((tmp_path / "y.pt").read_bytes())
+    data[data.index(base[:8].numpy().tobytes()) + 3] ^= 1
+    (tmp_path / "y.pt").write_bytes(data)
+    for good, bad in ((whole, tmp_path / "bad"), (tmp_path / "x.pt", tmp_path / "y.pt")):
+        for swap in (False, True):
+            with opened(*((bad, good) if swap else (good, bad))) as (pair, first, second):
+                comparer = Comparer(first, second, meter=Meter(0, None), statistics=statistics)
+                with pytest.raises(ChecksumMismatch, match=r"^A " if swap else r"^B "):
+                    comparer.run(pair)
+
+
+def test_a_storage_of_many_tensors_is_verified_once(tmp_path: Path) -> None:
+    for name, base in (("x", torch.zeros(64)), ("y", torch.ones(64))):
+        torch.save({f"w{i}": base[i : i + 1] for i in range(64)}, tmp_path / f"{name}.pt")
+    parts = [read_checkpoint(tmp_path / f"{name}.pt").parts[0] for name in ("x", "y")]
+    with Sources(tmp_path) as sources:
+        sides = [Side(label=label, path=label, sources=sources) for label in "AB"]
+        pairs = [TensorPair(name=name, a=parts[0].tensors[name], b=parts[1].tensors[name]) for name in parts[0].tensors]
+        found = Comparer(*sides, meter=Meter(0, None)).run_all(pairs, jobs=1)
+    assert len(found) == 64
+    assert sum(item.read_bytes for item in found) == 64 * 8 + 2 * 64 * 4
 
 
 def test_damage_is_told_with_its_side(tmp_path: Path) -> None:
@@ -357,7 +418,7 @@ def test_damage_is_told_with_its_side(tmp_path: Path) -> None:
         comparer = Comparer(first, second, meter=Meter(0, None))
         with pytest.raises(ChecksumMismatch, match=r"^B \(`.*/b`\): `model.w` is damaged") as caught:
             comparer.run_all([pair], jobs=2)
-        assert caught.value.hint == f"fsdp-ckpt validate {b}"
+        assert caught.value.hint == f"fsdp-ckpt validate {b} --deep"
     with opened(a, b) as (pair, first, second):
         half = replace(pair.a, shape=(4, 6), chunks=pair.a.chunks[:1])  # what the first rank wrote
         good = TensorPair(name="good", a=half, b=half)

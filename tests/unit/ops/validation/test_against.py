@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fsdp_ckpt.catalog import Problem, Shape
 from fsdp_ckpt.errors import AmbiguousPart, CheckpointNotFound, NoModelWeights, UsageError
 from fsdp_ckpt.layouts.registry import read_checkpoint
-from fsdp_ckpt.ops.validation.against import check_against
+from fsdp_ckpt.ops.validation.against import check_against, fit_sentence
 from tests.build import rows, save_dcp
 from tests.compat.samples import FIXTURES, SAMPLES, Sample, sample_id
 from tests.unit.ops.validation.made import found, full
@@ -218,6 +218,55 @@ def test_an_optimizer_is_no_model(saved: Path, tmp_path: Path) -> None:
     save_dcp(tmp_path / "optimizer_0", {"optimizer": {"state": {"a": {"exp_avg": torch.ones(2)}}}})
     with pytest.raises(NoModelWeights):
         against(saved, tmp_path / "optimizer_0")
+
+
+LORA: dict[str, Shape] = {
+    "base_model.model.layers.0.up.lora_A.weight": (2, 4), "base_model.model.layers.0.up.lora_B.weight": (6, 2),
+    "base_model.model.embed_tokens.lora_embedding_A": (2, 8), "base_model.model.embed_tokens.lora_embedding_B": (4, 2),
+    "base_model.model.norm.weight": (4,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_adapter_is_compared_with_its_base_model(prefix: str, tmp_path: Path) -> None:
+    base = full(tmp_path / "base.safetensors", {prefix + name: shape for name, shape in SHAPES.items()})
+    (problem,) = against(full(tmp_path / "a/adapter_model.safetensors", LORA), base)
+    assert (problem.code, problem.severity) == ("adapter", "note")
+    assert problem.message == "5 of 5 tensors belong to a weight of base.safetensors"
+
+
+def test_an_adapter_of_another_model(tmp_path: Path) -> None:
+    shapes: dict[str, Shape] = {"layers.0.up.lora_A.weight": (2, 6), "layers.9.up.lora_A.weight": (2, 4)}
+    more = {f"base_model.model.{name}": shape for name, shape in shapes.items()}
+    problems = against(
+        full(tmp_path / "a/adapter_model.safetensors", LORA | more), full(tmp_path / "base.safetensors", SHAPES)
+    )
+    assert found(problems) == [
+        ("N", "adapter", "adapter_model"),
+        ("W", "unexpected-key", "base_model.model.layers.9.up.lora_A.weight"),
+        ("E", "shape-differs", "base_model.model.layers.0.up.lora_A.weight"),
+    ]
+    assert problems[2].message == "has the shape (2, 6); `layers.0.up.weight` in base.safetensors (6, 4)"
+
+
+def test_the_matrices_of_gpt2_are_turned(tmp_path: Path) -> None:
+    base = full(tmp_path / "base.safetensors", {"transformer.h.0.attn.c_attn.weight": (4, 12)})
+    name = "base_model.model.transformer.h.0.attn.c_attn.lora_"
+    lora = full(tmp_path / "a/adapter_model.safetensors", {f"{name}A.weight": (2, 4), f"{name}B.weight": (12, 2)})
+    assert found(against(lora, base)) == [("N", "adapter", "adapter_model")]
+
+
+def test_an_adapter_is_not_in_the_configuration_of_its_base_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    adapter = full(tmp_path / "a/adapter_model.safetensors", LORA)
+    assert found(against(adapter, tmp_path / "config.json")) == [("N", "adapter", "adapter_model")]
+
+
+def test_that_it_fits_in_a_line(saved: Path, tmp_path: Path) -> None:
+    other = str(full(tmp_path / "target.safetensors", SHAPES))
+    assert fit_sentence(read_checkpoint(saved), other, against(saved, other)) == "fits target.safetensors: 4 tensors"
+    other = str(full(tmp_path / "target.safetensors", {"other": (2,)}))
+    assert fit_sentence(read_checkpoint(saved), other, against(saved, other)) == ""
 
 
 def test_unrelated_names_are_no_prefix(saved: Path, tmp_path: Path) -> None:

@@ -56,6 +56,52 @@ def test_the_base_model_without_its_prefix() -> None:
     assert check(shapes) == [("E", "missing-key", "norm.weight")]
 
 
+@pytest.mark.parametrize("prefix", ["foo.", "model.wrapped."])
+def test_another_prefix_is_one_finding(prefix: str) -> None:
+    shapes = {prefix + name: shape for name, shape in llama().items()}
+    (problem,) = check_model_config(model(shapes), LLAMA, "config.json")
+    assert (problem.code, problem.severity) == ("prefix-differs", "error")
+    assert problem.message.startswith(f"21 of 21 names have the prefix `{prefix}`")
+    assert problem.message.endswith(f"merge with --rename '{prefix}='")
+
+
+@pytest.mark.parametrize(("tied", "codes"), [(False, ["prefix-differs"]), (True, [])])
+def test_a_head_that_other_models_may_have_elsewhere(tied: bool, codes: list[str]) -> None:
+    shapes: dict[str, Shape] = {
+        "foo.wte.weight": (16, 4),
+        "foo.blocks.0.up.weight": (4, 4),
+        "foo.lm_head.weight": (16, 4),
+    }
+    config = {"model_type": "other", "num_hidden_layers": 1, "tie_word_embeddings": tied}
+    assert [code for letter, code, _ in check(shapes, **config) if letter != "N"] == codes
+
+
+def test_behind_a_prefix_the_rest_is_compared() -> None:
+    shapes = {f"foo.{name}": shape for name, shape in llama().items()}
+    del shapes["foo.model.norm.weight"]
+    assert [code for _, code, _ in check(shapes, vocab_size=12)] == [
+        "prefix-differs", "missing-key", "shape-differs", "shape-differs",
+    ]  # fmt: skip
+
+
+def test_a_base_model_within_another_one() -> None:
+    shapes = {
+        f"foo.{name.removeprefix('model.')}": shape for name, shape in llama().items() if name != "lm_head.weight"
+    }
+    codes = [code for _, code, _ in check(shapes, architectures=["LlamaModel"])]
+    assert codes == ["prefix-differs"]
+
+
+def test_experts_that_are_missing() -> None:
+    mixtral = {"model_type": "mixtral", "num_local_experts": 8}
+    assert check(llama(), **mixtral) == [
+        ("E", "missing-key", "model.embed_tokens.weight"),
+        ("N", "compared-in-part", ""),
+    ]
+    experts: dict[str, Shape] = {"model.layers.0.block_sparse_moe.experts.0.w1.weight": (6, 4)}
+    assert check(llama() | experts, **mixtral) == [("N", "compared-in-part", "")]
+
+
 def test_a_layer_that_is_missing_is_one_finding() -> None:
     assert check(llama(2), num_hidden_layers=3) == [("E", "missing-key", "model.layers.2")]
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fsdp_ckpt import save_state
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, write_manifest
 from fsdp_ckpt.ops.validate import validate
-from tests.build import save_dcp
+from tests.build import rows, save_dcp
 from tests.cli.tool import FIXTURES
 from tests.unit.ops.validation.broken import edit, faults, message, model, place
 
@@ -102,7 +103,7 @@ def test_data_newer_than_metadata_on_some_ranks_only(folder: Path) -> None:
     now = (folder / ".metadata").stat().st_mtime
     os.utime(folder / "__0_0.distcp", (now - 5, now - 5))
     os.utime(folder / "__1_0.distcp", (now + 60, now + 60))
-    (one,) = [one for one in validate(folder).findings if one.name == "mixed-saves"]
+    (one,) = [one for one in validate(folder).findings if one.name == "mixed-times"]
     assert (one.severity, one.where) == ("note", "__1_0.distcp")
     assert "1 of 2 data files" in one.message
     shutil.copy(folder / ".metadata", folder / ".metadata.tmp")
@@ -191,3 +192,65 @@ def test_a_saved_state_without_its_manifest(tmp_path: Path) -> None:
     (tmp_path / "step-1" / MANIFEST).unlink()
     assert faults(tmp_path / "step-1", "geometry") == []
     assert faults(tmp_path / "step-1") == [("W122", MANIFEST)]
+
+
+def test_a_link_to_another_disk_is_one_fault_and_the_rest_is_looked_at(folder: Path, tmp_path: Path) -> None:
+    elsewhere = shutil.move(folder / "__1_0.distcp", tmp_path / "elsewhere")
+    (folder / "__1_0.distcp").symlink_to(elsewhere)
+    assert faults(folder) == [("E110", "__1_0.distcp")]
+    assert validate(folder).checked.num_tensors > 0
+
+
+def test_a_link_to_nothing_is_a_missing_file(folder: Path) -> None:
+    (folder / "__1_0.distcp").unlink()
+    (folder / "__1_0.distcp").symlink_to("/nowhere/at/all")
+    assert faults(folder) == [("E102", "__1_0.distcp")]
+    assert "a link to `/nowhere/at/all`, which does not exist (of rank 1)" in message(folder, "E102")
+
+
+def test_a_stale_file_is_of_no_rank(folder: Path) -> None:
+    assert validate(folder).world_size == 2
+    shutil.copy(folder / "__1_0.distcp", folder / "__7_0.distcp")
+    assert validate(folder).world_size == 2
+
+
+def test_an_empty_file_says_so(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"")
+    assert faults(folder) == [("E112", ".metadata")]
+    assert "the file is empty" in message(folder, "E112")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_what_git_lfs_left_says_so(tmp_path: Path, name: str) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    (tmp_path / name).write_bytes(pointer)
+    assert faults(tmp_path) == [("E112", name)]
+    assert "a pointer of git-lfs" in message(tmp_path, "E112")
+
+
+def test_one_file_of_a_numbered_set_is_judged_by_itself(tmp_path: Path) -> None:
+    names = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)]
+    for name, key in zip(names, "ab", strict=True):
+        save_file({key: torch.ones(2)}, tmp_path / name)
+    index = {"metadata": {"total_size": 16}, "weight_map": dict(zip("ab", names, strict=True))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert faults(tmp_path) == faults(tmp_path / names[0]) == []
+    (tmp_path / names[1]).unlink()
+    assert faults(tmp_path) == [("E102", names[1])]
+
+
+def test_a_missing_rank_is_named_by_its_own_file(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "torch-2.13.0/rank_files_fsdp2_w2", tmp_path / "c")
+    (tmp_path / "c/model_world_size_2_rank_0.pt").unlink()
+    assert ("E106", "model_world_size_2_rank_0.pt") in faults(tmp_path / "c")
+    assert validate(tmp_path / "c").findings[0].code == "E106", "the cause comes first"
+
+
+def test_a_file_in_which_nothing_is_right_is_one_finding(tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.weight": rows(torch.arange(8.0) + n, 2) for n in range(9)}
+    folder = save_dcp(tmp_path / "c", tensors)
+    size = (folder / "__1_0.distcp").stat().st_size
+    (folder / "__1_0.distcp").write_bytes(bytes(size))
+    found = [one for one in validate(folder).findings if one.severity == "error"]
+    assert [(one.code, one.where) for one in found] == [("E204", "__1_0.distcp")]
+    assert "none of its 9 tensors" in found[0].message

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import fsdp_ckpt
 from fsdp_ckpt.catalog import Role
+from fsdp_ckpt.findings import KINDS
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.ops.validation.names import check_names
 from tests.build import rows, save_dcp
@@ -74,7 +77,38 @@ def test_adapters_that_peft_would_not_match(tmp_path: Path) -> None:
     assert "4 of 4 names do not begin with `base_model.model.` but with `_orig_mod.`" in problem.message
 
 
-@pytest.mark.parametrize("name", ["base_model.model.layers.0.q_proj.lora_A.weight", "prompt_embeddings"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("base_model.model._orig_mod.model.q_proj.lora_A.weight", "have a wrapper in them (`_orig_mod.`)"),
+        ("base_model.model.layers.0._fsdp_wrapped_module.q_proj.lora_B.weight", "(`_fsdp_wrapped_module.`)"),
+        ("base_model.model.layers.0.q_proj.lora_A.default.weight", "the adapter's name in them (`.default`)"),
+        ("base_model.model.wte.lora_embedding_A.mine", "the adapter's name in them (`.mine`)"),
+        ("layers.0.q_proj.lora_A.weight", "do not begin with `base_model.model.`"),
+    ],
+)
+def test_other_ways_to_miss_what_peft_looks_for(name: str, why: str, tmp_path: Path) -> None:
+    (problem,) = check_names(read_checkpoint(full(tmp_path / "adapter_model.safetensors", {name: (2, 6)})))
+    assert (problem.code, problem.severity, problem.where) == ("adapter-prefix", "warning", name)
+    assert why in problem.message
+    # The command that is named mends it.
+    merge, *move = KINDS["adapter-prefix"].command.split(" && ")
+    assert move == ["mv OUT/model.safetensors OUT/adapter_model.safetensors"]
+    words = shlex.split(merge)
+    fsdp_ckpt.merge(tmp_path, tmp_path / "OUT", rename=[words[at + 1] for at, w in enumerate(words) if w == "--rename"])
+    (tmp_path / "OUT/model.safetensors").rename(tmp_path / "OUT/adapter_model.safetensors")
+    assert list(check_names(read_checkpoint(tmp_path / "OUT"))) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.layers.0.q_proj.lora_A.weight",
+        "base_model.model.wte.lora_embedding_A",
+        "base_model.model.layers.0.q_proj.lora_B.bias",
+        "prompt_embeddings",
+    ],
+)
 def test_adapters_as_peft_writes_them(name: str, tmp_path: Path) -> None:
     assert list(check_names(read_checkpoint(full(tmp_path / "adapter_model.safetensors", {name: (2, 6)})))) == []
 
@@ -140,6 +174,18 @@ def test_a_vocabulary_that_config_json_does_not_know(tmp_path: Path) -> None:
     assert names_in(tmp_path, **{"model.embed_tokens.weight": (20, 4)}) == [
         ("W", "shape-differs", "model.embed_tokens.weight")
     ]
+
+
+@pytest.mark.parametrize(("missing", "letter"), [("", "E"), ("num_key_value_heads", "W")])
+def test_a_configuration_that_tells_all_sizes_is_believed(missing: str, letter: str, tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes.pop(missing, None)
+    config(tmp_path, model_type="llama", vocab_size=16, hidden_size=4, num_hidden_layers=1, **sizes)
+    weights = full(tmp_path / "model.safetensors", {"model.norm.weight": (8,)})
+    assert found(check_names(read_checkpoint(weights.parent))) == [(letter, "shape-differs", "model.norm.weight")]
+    # load_state goes by the model, whatever lies beside the weights.
+    other = model({"model.norm.weight": (8,)}, dialect="dcp")
+    assert found(check_names(checkpoint(tmp_path, other))) == [("W", "shape-differs", "model.norm.weight")]
 
 
 @pytest.mark.parametrize(

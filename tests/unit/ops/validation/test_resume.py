@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, Member, write_manifes
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.ops.validation.names import check_names
 from fsdp_ckpt.ops.validation.resume import ResumeAnswer, answer_resume, check_resume
+from fsdp_ckpt.ops.validation.training_state import check_training_state
 from tests.build import rows, save_dcp, save_rank_files
 from tests.compat.samples import FIXTURES, SAMPLES, Sample, sample_id
 from tests.unit.ops.validation.made import LETTERS
@@ -65,6 +67,7 @@ def test_as_many_ranks_go_on_as_before(world_size: int | None, tmp_path: Path) -
 
 
 def test_more_ranks(tmp_path: Path) -> None:
+    assert found(run(tmp_path / "a"), 8) == [("N", "rng-world-size")]
     assert answer(run(tmp_path), 8) == "can be resumed on 8 ranks: yes; random states of ranks 4-7 begin anew"
 
 
@@ -214,9 +217,33 @@ def test_errors_block_and_are_counted() -> None:
     assert reason.endswith("`w` (and 1 more)")
 
 
-@pytest.mark.parametrize("code", ["torch-too-old", "other-state-dict-type", "local-slices"])
-def test_what_load_state_copes_with_does_not_block(code: str) -> None:
-    assert answer_resume([problem(code)]) == ResumeAnswer(can_resume=True)
+def test_what_load_state_copes_with_does_not_block() -> None:
+    assert answer_resume([problem("local-slices")]) == ResumeAnswer(can_resume=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "who"),
+    [
+        ("torch-too-old", "torch's own loader"),
+        ("torch-lacks-items", "torch's own loader"),
+        ("other-state-dict-type", "Accelerate"),
+    ],
+)
+def test_what_only_others_cannot_load_is_said_of_them(code: str, who: str) -> None:
+    given = answer_resume([problem(code), problem(code)])
+    assert given == ResumeAnswer(can_resume=True, reasons=(f"with load_state; not with {who}: said so",))
+
+
+def test_an_optimizer_alone_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    run(tmp_path)
+    shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")
+    here = read_checkpoint(tmp_path)
+    assert found(here, 4) == [("E", "no-model")]
+    assert answer(here, 4) == "can be resumed on 4 ranks: no; there are no model weights in it"
+    # What is a warning where nobody asks is no second reason.
+    problems = [*check_training_state(here), *check_resume(here, 4)]
+    assert [p.severity for p in problems if p.code == "no-model"] == ["warning", "error"]
+    assert answer_resume(problems).reasons[0] == "there are no model weights in it"
 
 
 def test_warnings_that_change_nothing_are_left_out() -> None:

@@ -25,10 +25,10 @@ def problems_of(folder: Path) -> list[Problem]:
     return list(check_training_state(read_checkpoint(folder)))
 
 
-def accelerate(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> Path:
+def accelerate(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Any], *, ranks: int = 2) -> Path:
     """Lay a model and an optimizer out as Accelerate does."""
-    save_dcp(folder / "pytorch_model_fsdp_0", {"model": dict(model)})
-    save_dcp(folder / "optimizer_0", {"optimizer": dict(optimizer)})
+    save_dcp(folder / "pytorch_model_fsdp_0", {"model": dict(model)}, ranks=ranks)
+    save_dcp(folder / "optimizer_0", {"optimizer": dict(optimizer)}, ranks=ranks)
     return folder
 
 
@@ -166,7 +166,7 @@ def test_an_optimizer_alone(tmp_path: Path) -> None:
 
 
 def test_random_states_of_some_ranks(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "pytorch_model_fsdp_0", {"model": dict(MODEL)}, ranks=4)
+    accelerate(tmp_path, MODEL, state(**WHOLE), ranks=4)
     for rank in (0, 1, 3):
         torch.save({"step": 1}, tmp_path / f"random_states_{rank}.pkl")
     (problem,) = problems_of(tmp_path)
@@ -177,7 +177,7 @@ def test_random_states_of_some_ranks(tmp_path: Path) -> None:
 
 
 def test_the_last_ranks_are_missed_where_shards_tell_of_them(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "pytorch_model_fsdp_0", {"model": dict(MODEL)}, ranks=4)
+    accelerate(tmp_path, MODEL, state(**WHOLE), ranks=4)
     torch.save({"step": 1}, tmp_path / "rng_state_0.pth")
     (problem,) = problems_of(tmp_path)
     assert (problem.code, problem.where) == ("missing-rng", "rng_state_1.pth")
@@ -185,12 +185,12 @@ def test_the_last_ranks_are_missed_where_shards_tell_of_them(tmp_path: Path) -> 
 
 
 def test_no_random_states_at_all_are_nobodys_loss(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "pytorch_model_fsdp_0", {"model": dict(MODEL)}, ranks=4)
+    accelerate(tmp_path, MODEL, state(**WHOLE), ranks=4)
     assert problems_of(tmp_path) == []
 
 
 def test_positions_of_some_ranks(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "pytorch_model_fsdp_0", {"model": dict(MODEL)}, ranks=2)
+    accelerate(tmp_path, MODEL, state(**WHOLE), ranks=2)
     torch.save({"0": {"pos": 1}}, tmp_path / "dl_states_1.pkl")
     assert found(problems_of(tmp_path)) == [("W", "missing-position", "dl_states_0.pkl")]
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.layouts.registry import read_checkpoint
-from fsdp_ckpt.ops.validation.versions import check_torch, check_versions
+from fsdp_ckpt.ops.validation.versions import check_torch, check_versions, torch_sentence
 from tests.build import rows, save_dcp
 from tests.compat.samples import EDGES, FIXTURES, REALS, SAMPLES, SHARED, Sample, sample_id
 from tests.unit.ops.validation.made import codes, found, full
@@ -57,7 +57,8 @@ def test_torch_itself_says_the_same(folder: Path) -> None:
 def test_what_torch_wrote_gets_notes_at_most(sample: Sample, tmp_path: Path) -> None:
     problems = list(check_versions(read_checkpoint(sample.copy(tmp_path / "ck"))))
     assert codes(problems) == []
-    assert [problem.code for problem in problems] == (["metadata-per-rank"] if "nocoll" in sample.variant else [])
+    notes = {"dcp_nocollectives_w2": ["metadata-per-rank"], "dcp_safetensors_w2": ["safetensors-items"]}
+    assert [problem.code for problem in problems] == notes.get(sample.variant, [])
 
 
 @pytest.mark.parametrize("folder", EDGES, ids=sample_id)
@@ -65,6 +66,7 @@ def test_the_corners_of_the_format(folder: Path) -> None:
     expected = {
         "no_collectives": [("N", "metadata-per-rank", "__0.metadata")],
         "py313_style": [("N", "needs-python-3.13", ".metadata")],
+        "safetensors_fmt": [("N", "safetensors-items", ".metadata")],
         "torch215_hand2": [("N", "needs-torch-2.15", ".metadata")],
         "torch215_hand4": [("N", "needs-torch-2.15", ".metadata")],
     }
@@ -109,7 +111,9 @@ def test_reasons(name: str, version: str, reasons: list[str]) -> None:
     problems = list(check_torch(read_checkpoint(edge(name)), version))
     assert len(problems) == len(reasons)
     for problem, reason in zip(problems, reasons, strict=True):
-        assert (problem.code, problem.severity) == ("torch-too-old", "error")
+        # Only metadata can be written anew.
+        kind = "torch-lacks-items" if name in ("zstd", "safetensors_fmt", "dtypes") else "torch-too-old"
+        assert (problem.code, problem.severity) == (kind, "error")
         assert reason in problem.message
 
 
@@ -129,6 +133,33 @@ def test_the_oldest_torch_for_what_each_version_wrote(variant: str, oldest: str,
         assert [problem.where for problem in check_torch(here, f"{major}.{minor - 1}")] == [
             where for where in wanted if (tmp_path / "ck" / where).exists()
         ]
+
+
+@pytest.mark.parametrize(("version", "kind"), [("2.2", "torch-lacks-items"), ("2.3", "torch-too-old")])
+def test_repair_writes_metadata_for_torch_2_3_and_newer(version: str, kind: str) -> None:
+    assert codes(check_torch(read_checkpoint(edge("torch213_hand2")), version)) == [kind]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "oldest"), [("torch-2.3.1", (2, 2)), ("torch-2.5.1", (2, 5)), ("torch-2.9.1", (2, 5))]
+)
+def test_dtensors_in_files_of_ranks(wrote: str, oldest: tuple[int, int]) -> None:
+    here = read_checkpoint(FIXTURES / wrote / "rank_files_fsdp2_w2")
+    major, minor = oldest
+    problems = list(check_torch(here, f"{major}.{minor - 1}"))
+    assert {problem.code for problem in problems} == {"torch-lacks-items"}
+    assert f"torch {major}.{minor} can: its tensors are DTensor" in problems[0].message
+    assert list(check_torch(here, f"{major}.{minor}")) == []
+
+
+def test_plain_tensors_in_files_of_ranks_need_no_certain_torch() -> None:
+    assert list(check_torch(read_checkpoint(FIXTURES / "torch-2.13.0/rank_files_fsdp1_w2"), "1.13")) == []
+
+
+def test_the_answer_in_a_line() -> None:
+    here = read_checkpoint(edge("torch213_hand2"))
+    assert torch_sentence("2.9.1+cu128", check_torch(here, "2.9.1+cu128")) == "torch 2.9 can read it"
+    assert torch_sentence("2.2", check_torch(here, "2.2")) == ""
 
 
 @pytest.mark.parametrize("version", ["", "2", "two", "2.x", "-2.9", "2.9 or so", "0.4"])

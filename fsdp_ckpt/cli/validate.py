@@ -28,7 +28,7 @@ def validate(
     paths: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATH...", help="Files, parts or checkpoints; a run folder stands for all checkpoints in it."
+            metavar="PATH", help="Files, parts or checkpoints; a run folder stands for all checkpoints in it."
         ),
     ],
     deep: Annotated[

@@ -195,7 +195,7 @@ KINDS = (
         fix="Look which is which, and give them their names back.",
     ),
     Kind(
-        code="W122",
+        code="E122",
         name="missing-manifest",
         title="save_state wrote it, but its manifest is not there",
         meaning="Step, values and the list of files are lost: load_state takes it for Accelerate's, and cannot tell "
@@ -204,7 +204,7 @@ KINDS = (
         fix="Copy fsdp_ckpt.json from where it was saved.",
     ),
     Kind(
-        code="W123",
+        code="E123",
         name="duplicate-file",
         title="Two files hold the same, but should not",
         meaning="One rank's shards are probably lost, and another's are loaded twice.",

@@ -66,7 +66,7 @@ KINDS = (
         fix="Merge a sharded checkpoint of the same run.",
     ),
     Kind(
-        code="W208",
+        code="E208",
         name="duplicate-tensor",
         title="A tensor stands in two files",
         meaning="Loaders take one of the two: which one depends on their order.",

@@ -116,7 +116,7 @@ KINDS = (
         "before this one.",
     ),
     Kind(
-        code="W601",
+        code="E601",
         name="bad-index",
         title="The index cannot be read",
         meaning="Loaders that follow it stop; fsdp-ckpt goes by the files.",
@@ -125,7 +125,7 @@ KINDS = (
         command="fsdp-ckpt repair {path}",
     ),
     Kind(
-        code="W602",
+        code="E602",
         name="not-in-index",
         title="Tensors that the index does not name",
         meaning="Loaders that follow the index leave them as they were.",
@@ -143,7 +143,7 @@ KINDS = (
         command="fsdp-ckpt repair {path}",
     ),
     Kind(
-        code="W604",
+        code="E604",
         name="missing-index",
         title="Numbered files without an index",
         meaning="transformers finds no weights in it; fsdp-ckpt reads all files.",

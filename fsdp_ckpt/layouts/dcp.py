@@ -317,7 +317,7 @@ class _Builder:
             unknown = [item.name for item in header.tensors if item.stop > item.start and item.name not in claimed]
             if unknown:
                 message = f"{len(unknown)} of {len(header.tensors)} tensors belong to no item, first `{unknown[0]}`"
-                yield _problem(Severity.WARNING, "unclaimed-bytes", self.folder, file, message)
+                yield _problem(Severity.ERROR, "unclaimed-bytes", self.folder, file, message)
 
 
 def _merge_ranks(known: TensorEntry, tensor: DcpTensor, found: list[Chunk]) -> TensorEntry:

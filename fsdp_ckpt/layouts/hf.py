@@ -199,7 +199,7 @@ def _missing_numbers(folder: Folder, files: list[str]) -> Iterable[Problem]:
     matches = [match for file in files if not is_rank_shard(file) and (match := _NUMBERED.fullmatch(file))]
     for stem, total in sorted({(match[1], match[3]) for match in matches}):
         have = {int(match[2]) for match in matches if match[1] == stem and match[3] == total}
-        if int(total) > 1:
+        if int(total) >= 1:
             message = f"{len(have)} of {int(total)} numbered files, but no {stem}.safetensors.index.json"
             where = f"{folder.prefix}{stem}.safetensors.index.json"
             yield Problem(severity=Severity.WARNING, code="missing-index", where=where, message=message)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_ckpt.catalog import Problem, Severity
 from fsdp_ckpt.codec.stamp import STAMP_BYTES, read_stamp
-from fsdp_ckpt.errors import MalformedFile
+from fsdp_ckpt.errors import MalformedFile, PathOutside
 from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
-from fsdp_ckpt.store.local import Folder
+from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = [
-    "MANIFEST", "Manifest", "Member", "check_files", "check_stamps", "ranks_elsewhere", "read_manifest",
-    "write_manifest",
+    "MANIFEST", "Manifest", "Member", "check_files", "check_stamps", "manifest_of", "ranks_elsewhere",
+    "read_manifest", "write_manifest",
 ]  # fmt: skip
 
 MANIFEST = "fsdp_ckpt.json"
@@ -29,6 +29,7 @@ _FORMAT = "fsdp-ckpt/checkpoint/2"
 _FORMATS = ("fsdp-ckpt/checkpoint/1", _FORMAT)
 """The first one had no checksum of its own."""
 _LIMIT_BYTES = 256 << 20
+_PART_FOLDERS = ("pytorch_model", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,23 +181,54 @@ def check_files(folder: Folder, manifest: Manifest) -> list[Problem]:
     return found
 
 
-def check_stamps(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
+def manifest_of(store: LocalStore) -> Manifest | None:
+    """Return the manifest of a checkpoint; of a part's folder, that of the checkpoint above, with the part's files.
+
+    Raises:
+        MalformedFile: It is broken.
+    """
+    manifest, name = read_manifest(Folder(store)), store.root.resolve().name
+    if manifest is not None or not name.startswith(_PART_FOLDERS):
+        return manifest
+    above = read_manifest(Folder(LocalStore([root.resolve().parent for root in store.roots])))
+    if above is None:
+        return None
+    prefix = f"{name}/"
+    files = {path.removeprefix(prefix): facts for path, facts in above.files.items() if path.startswith(prefix)}
+    return replace(above, files=files)
+
+
+def check_stamps(folder: Folder, manifest: Manifest | None, files: Iterable[str] = ()) -> Iterator[Problem]:
     """Look at the first bytes of each data file: whether they are of this save, and of the rank that the name says.
 
-    Files that lack or have another size are left to ``check_files``. Files without a stamp, as we wrote them at first,
-    are taken as they are.
+    Files that are not there are left to ``check_files``. Files without a stamp, as others write them, are taken as they
+    are.
+
+    Args:
+        folder: The checkpoint, or one part of it.
+        manifest: Its manifest; None where there is none, as after a loss: then all files have to be of one save.
+        files: Data files, where there is no manifest.
     """
-    for path, (size, _) in manifest.files.items():
-        if not path.endswith(".distcp") or size < STAMP_BYTES or folder.store.size(folder.prefix + path) != size:
+    save_id = manifest.save_id if manifest is not None else None
+    for path in manifest.files if manifest is not None else files:
+        if not path.endswith(".distcp"):
+            continue
+        try:
+            size = folder.store.size(folder.prefix + path)
+        except PathOutside:  # readers say so
+            continue
+        if size is None or size < STAMP_BYTES:
             continue
         stamp = read_stamp(folder.store.reader(folder.prefix + path)(0, STAMP_BYTES))
-        if stamp is not None and stamp[0] != manifest.save_id:
-            message = f"is of another save ({stamp[0]}), the manifest is of {manifest.save_id}"
-            yield _problem("mixed-saves", folder, path, message)
-        elif stamp is not None and stamp[1] != rank_of(path):
-            yield _problem(
-                "misplaced-file", folder, path, f"rank {stamp[1]} saved it, its name says rank {rank_of(path)}"
-            )
+        if stamp is None:
+            continue
+        save_id = save_id or stamp[0]
+        if stamp[0] != save_id:
+            whose = "the manifest is" if manifest is not None else "others are"
+            yield _problem("mixed-saves", folder, path, f"is of another save ({stamp[0]}), {whose} of {save_id}")
+        elif stamp[1] != rank_of(path):
+            message = f"rank {stamp[1]} saved it, its name says rank {rank_of(path)}"
+            yield _problem("misplaced-file", folder, path, message)
 
 
 def ranks_elsewhere(folder: Folder, manifest: Manifest) -> Iterator[Problem]:

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
 from fsdp_ckpt.errors import AmbiguousPart, FlatParameters, IncompleteCheckpoint, NoModelWeights, UsageError
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
-from fsdp_ckpt.layouts.manifest import check_stamps, read_manifest
+from fsdp_ckpt.layouts.manifest import check_stamps, manifest_of
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.units import format_size
 
 __all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "refuse_mixed", "show_paths"]
 
-_PART_FOLDERS = ("pytorch_model", "optimizer")
 _TRAINING_DIALECTS = ("dcp", "rank-files", "torch-file")
 
 
@@ -79,14 +78,9 @@ def refuse_mixed(checkpoint: Checkpoint, part: Part, *, paths: Sequence[str]) ->
     Raises:
         IncompleteCheckpoint: One is of another save, or of another rank.
     """
-    roots, prefix = checkpoint.roots, ""
-    if checkpoint.root.resolve().name.startswith(_PART_FOLDERS):  # the manifest lies above it
-        prefix = f"{checkpoint.root.resolve().name}/"
-        roots = tuple(root.resolve().parent for root in roots)
-    folder = Folder(LocalStore(roots))
-    manifest = read_manifest(folder)
-    for problem in check_stamps(folder, manifest) if manifest is not None else ():
-        if problem.where.startswith(prefix) and problem.where.removeprefix(prefix) in part.files:
+    store = LocalStore(checkpoint.roots)
+    for problem in check_stamps(Folder(store), manifest_of(store), part.files):
+        if problem.where in part.files:
             raise IncompleteCheckpoint(
                 f"`{problem.where}` {problem.message}; nothing was written",
                 hint=f"fsdp-ckpt validate {shlex.join(paths)}",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from fsdp_ckpt.catalog import Checkpoint, Problem
+from fsdp_ckpt.catalog import Checkpoint, Problem, Severity
 from fsdp_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, NotPermitted, UsageError
-from fsdp_ckpt.layouts.manifest import Manifest, check_stamps, read_manifest
+from fsdp_ckpt.layouts.manifest import Manifest, check_stamps, manifest_of
+from fsdp_ckpt.layouts.manifest import check_files as check_sizes
 from fsdp_ckpt.layouts.registry import PathLike, given_paths, members_of_run, read_checkpoint
 from fsdp_ckpt.ops.validation.files import check_extents, check_files, check_leftovers, check_permissions
 from fsdp_ckpt.ops.validation.headers import HeaderCount, check_headers, count_items
@@ -28,6 +30,8 @@ from fsdp_ckpt.units import format_size
 
 __all__ = ["Checked", "Finding", "Level", "ValidateReport", "ValidateRun", "validate", "validate_each"]
 
+_STOPS_LOADERS = frozenset({"bad-index", "duplicate-tensor", "missing-index", "not-in-index"})
+"""What readers here cope with, and others do not."""
 _MANY_ITEMS = 200_000
 """Heads to read take about a minute; from here on only when asked for."""
 
@@ -204,13 +208,16 @@ class _Validation:
         checkpoint = self.checkpoint
         yield from checkpoint.problems
         for part in checkpoint.parts:
-            yield from part.problems
+            for one in part.problems:
+                yield replace(one, severity=Severity.ERROR) if one.code in _STOPS_LOADERS else one
         manifest = self._manifest()
         yield from check_files(checkpoint, manifest, look=self.level is not Level.GEOMETRY)
         yield from check_permissions(checkpoint, manifest)
+        folder = Folder(LocalStore(checkpoint.roots))
         if manifest is not None:
-            with suppress(NotPermitted):  # just said
-                yield from check_stamps(Folder(LocalStore(checkpoint.roots)), manifest)
+            yield from check_sizes(folder, manifest)
+        with suppress(NotPermitted):  # just said
+            yield from check_stamps(folder, manifest, [file for part in checkpoint.parts for file in part.files])
         yield from check_leftovers(checkpoint)
         yield from check_extents(checkpoint, look=self.level is not Level.GEOMETRY)
         yield from check_names(checkpoint)
@@ -230,7 +237,7 @@ class _Validation:
 
     def _manifest(self) -> Manifest | None:
         try:
-            return read_manifest(Folder(LocalStore(self.checkpoint.roots)))
+            return manifest_of(LocalStore(self.checkpoint.roots))
         except CorruptCheckpoint:  # reported when the checkpoint was read
             return None
 

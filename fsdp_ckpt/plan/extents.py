@@ -87,7 +87,7 @@ def find_gaps(extents: list[Extent], size: int) -> Iterator[tuple[int, int]]:
     """
     end = 0
     for start, stop, _ in extents:
-        if start > end:
+        if min(start, size) > end:
             yield end, min(start, size)
         end = max(end, stop)
     if size > end:

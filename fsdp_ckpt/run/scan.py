@@ -78,10 +78,13 @@ def scan_tensors(
     waiting: deque[tuple[TensorEntry, list[Future[_Findings]]]] = deque()
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="fsdp-ckpt-scan")
     try:
+        num_waiting = 0
         for tensor in tensors:
             tasks = [pool.submit(scanner.run, tensor, chunks) for chunks in _cut_tasks(tensor)]
             waiting.append((tensor, tasks))
-            while sum(len(tasks) for _, tasks in waiting) > _WAITING:
+            num_waiting += max(1, len(tasks))
+            while num_waiting > _WAITING:
+                num_waiting -= max(1, len(waiting[0][1]))
                 yield _finish(*waiting.popleft())
         while waiting:
             yield _finish(*waiting.popleft())

@@ -229,6 +229,9 @@ class Checkpointer:
         """
         mine: list[str] = []
         with ranks.together(doing):
+            if self.folder.is_dir():
+                recover_replaced(self.folder)
+        with ranks.together(doing):  # now that no rank is at it any more, all see the same
             mine = [str(path) for _, path in self._candidates()]
             if ranks.is_first and self.folder.is_dir():
                 with suppress(OSError):  # what cannot be removed is in nobody's way
@@ -249,7 +252,6 @@ class Checkpointer:
             if self.folder.exists():
                 raise UsageError(f"`{self.folder}` is a file", hint="a run needs a folder")
             return []
-        recover_replaced(self.folder)
         found = list_checkpoints(self.folder)
         folder = Folder(LocalStore(self.folder))
         if not found and (looks_composite(folder) or looks_like_dcp(folder)):

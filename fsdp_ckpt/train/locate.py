@@ -272,9 +272,11 @@ def _check_stamps(folder: Path, manifest: Manifest | None, ranks: Ranks) -> None
         IncompleteCheckpoint: One is of another save, or of another rank.
     """
     below = Folder(LocalStore(folder))
-    if manifest is None or not (ranks.is_first or check_files(below, manifest)):
+    if not (ranks.is_first or (manifest is not None and check_files(below, manifest))):
         return
-    found = next(check_stamps(below, manifest), None)
+    folders = sorted(below.folders) if manifest is None else ()
+    files = [f"{name}/{file}" for name in folders for file in below.sub(name).files]
+    found = next(check_stamps(below, manifest, files), None)
     if found is not None:
         raise IncompleteCheckpoint(
             f"`{folder}`: {found.where} {found.message}",

@@ -59,6 +59,11 @@ class Outcome:
         return {(*one,) for one in self.findings if one[0] != "note"}
 
     @property
+    def errors(self) -> set[tuple[str, ...]]:
+        """Errors alone: with these, ``validate`` exits with 1."""
+        return {one for one in self.faults if one[0] == "error"}
+
+    @property
     def notes(self) -> set[str]:
         """Codes of notes."""
         return {one[1] for one in self.findings if one[0] == "note"}

@@ -22,6 +22,7 @@ from fsdp_ckpt.units import format_size
 
 __all__ = ["check_extents", "check_files", "check_leftovers", "check_permissions"]
 
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _PADDING_BYTES = 4096
 """Tensors of ours begin on a multiple of this; the bytes before are nobody's."""
 _SHOWN = 50
@@ -145,7 +146,10 @@ def check_extents(checkpoint: Checkpoint, *, look: bool) -> Iterator[Problem]:
         if gaps:
             num_bytes = sum(stop - start for start, stop in gaps)
             message = f"{format_size(num_bytes)} of {format_size(size)} belong to no item, first from byte {gaps[0][0]}"
-            yield finding("unclaimed-bytes", file, message)
+            lost = look and any(_begins_archive(store, file, gap) for gap in gaps)
+            if lost:
+                message += ": an item that the metadata do not mention"
+            yield finding("unclaimed-bytes", file, message, severity=Severity.ERROR if lost else None)
     store.close()
 
 
@@ -156,6 +160,14 @@ def _is_padding(store: LocalStore, file: str, gap: tuple[int, int], size: int, *
     if not look or not os.access(store.path(file), os.R_OK):
         return True
     return is_free(store.reader(file)(start, stop - start), start)
+
+
+def _begins_archive(store: LocalStore, file: str, gap: tuple[int, int]) -> bool:
+    """Tell whether an item stands in a gap, perhaps after padding."""
+    if not os.access(store.path(file), os.R_OK):
+        return False
+    data = store.reader(file)(gap[0], min(gap[1] - gap[0], 2 * _PADDING_BYTES))
+    return data.lstrip(b"\0").startswith((b"PK\3\4", _ZSTD_MAGIC))
 
 
 def check_leftovers(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -44,7 +44,7 @@ def is_optimizer(part: Part) -> bool:
 
 
 def check_absent_parts(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield what a checkpoint of a training lacks: a warning for the model, a note for the optimizer.
+    """Yield what a checkpoint of a training lacks: an error for the model, a note for the optimizer.
 
     Those who mean to resume are told more by ``check_resume``.
     """
@@ -52,14 +52,14 @@ def check_absent_parts(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.layout in _LONE_PARTS:
         return
     if Role.OPTIMIZER in roles and Role.MODEL not in roles:
-        yield no_model(Severity.WARNING)
+        yield no_model()
     if Role.MODEL in roles and Role.OPTIMIZER not in roles and checkpoint.layout == "accelerate":
         yield no_optimizer(Severity.NOTE)
 
 
-def no_model(severity: Severity | None = None) -> Problem:
+def no_model() -> Problem:
     """Return that there is no model."""
-    return finding("no-model", "", "there are no model weights in it", severity=severity)
+    return finding("no-model", "", "there are no model weights in it")
 
 
 def no_optimizer(severity: Severity | None = None) -> Problem:

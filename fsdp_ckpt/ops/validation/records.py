@@ -37,11 +37,13 @@ class DeepResult:
         verified_bytes: Bytes whose checksum was compared, right or wrong.
         unverified: Bytes by file for which none was recorded.
         problems: What is wrong.
+        unreadable: Files of which an item could not be read.
     """
 
     verified_bytes: int = 0
     unverified: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
 
 
 def deep_bytes(checkpoint: Checkpoint) -> int:
@@ -81,9 +83,8 @@ def check_records(
         named.add(record.file)
         message = f"{record.what}: bytes {record.start}-{record.stop} have CRC-32 {found:08x}, {record.crc32:08x} "
         result.problems.append(finding("wrong-checksum", record.owner, message + "was recorded"))
-    named |= {record.file for record in damaged if any(record.file in found.message for found in result.problems)}
     for record in damaged:
-        if record.file not in named:
+        if record.file not in named | result.unreadable:
             message = f"its CRC-32 is not the one in the manifest, {record.crc32:08x}"
             result.problems.append(finding("wrong-checksum", record.file, message))
     return result
@@ -156,6 +157,7 @@ class _Records:
             self._result.problems.append(finding("no-checksums", tensor.key, f"cannot be looked at: {error.message}"))
         except CorruptCheckpoint as error:
             self._result.problems.append(item_problem(error, tensor.key))
+            self._result.unreadable.add(chunk.file)
         else:
             if found.crc32 is None:
                 self._count_unverified(chunk.file, chunk.stop - chunk.start)
@@ -187,6 +189,7 @@ class _Records:
             result.problems.append(unsafe_problem(error, entry.key, what))
         except CorruptCheckpoint as error:
             result.problems.append(item_problem(error, entry.key))
+            result.unreadable.add(entry.file)
 
     def _of_file(self, file: str, size: int) -> Iterator[Record]:
         if self._store.size(file) != size or not os.access(self._store.path(file), os.R_OK):

@@ -52,12 +52,30 @@ def test_a_file_of_an_earlier_step_is_refused_and_passed_over(run: Path, caplog:
 def test_nobody_takes_it_for_whole(run: Path, tmp_path: Path) -> None:
     assert latest_complete(run) == run / "step-1"
     assert judge(run / "step-2").state is State.DAMAGED
-    found = [(one.severity, one.name, one.where) for one in validate(run / "step-2").findings]
-    assert found == [("error", "mixed-saves", FILE)]
+    name = FILE.rpartition("/")[2]
+    for below, file in (("", FILE), ("pytorch_model_fsdp_0", name), (FILE, name)):
+        found = [(one.name, one.where) for one in validate(run / "step-2" / below).findings if one.severity == "error"]
+        assert found == [("mixed-saves", file)]
     for path in (run / "step-2", run / "step-2/pytorch_model_fsdp_0"):
         with pytest.raises(IncompleteCheckpoint, match="another save"):
             merge(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_without_the_manifest_files_still_have_to_be_of_one_save(tmp_path: Path) -> None:
+    """Accelerate's loader would take them; a model and an optimizer of two steps are told by their stamps."""
+    model = nn.Linear(7, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(7)).sum().backward()
+    optimizer.step()
+    for step in (1, 2):
+        save_state(tmp_path / f"step-{step}", model, optimizer, durable=False, rng=False)
+        (tmp_path / f"step-{step}" / "fsdp_ckpt.json").unlink()
+    shutil.copy(tmp_path / "step-1/optimizer_0/__0_0.distcp", tmp_path / "step-2/optimizer_0/__0_0.distcp")
+    with pytest.raises(IncompleteCheckpoint, match=r"is of another save .*, others are of"):
+        load_state(tmp_path / "step-2", model, optimizer)
+    assert "mixed-saves" in {one.name for one in validate(tmp_path / "step-2").findings if one.severity == "error"}
+    load_state(tmp_path / "step-1", model, optimizer)
 
 
 def test_a_file_of_another_rank_is_told_by_its_name(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_saved_state_without_its_manifest(tmp_path: Path) -> None:
     assert faults(tmp_path / "step-1", "deep") == []
     (tmp_path / "step-1" / MANIFEST).unlink()
     assert faults(tmp_path / "step-1", "geometry") == []
-    assert faults(tmp_path / "step-1") == [("W122", MANIFEST)]
+    assert faults(tmp_path / "step-1") == [("E122", MANIFEST)]
 
 
 def test_a_link_to_another_disk_is_one_fault_and_the_rest_is_looked_at(folder: Path, tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_a_file_copied_over_another_one(tmp_path: Path) -> None:
     folder = model(tmp_path / "c")
     shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
     found = faults(folder)
-    assert [code for code, _ in found if code == "W123"] == ["W123"]
-    assert "the same bytes as __0_0.distcp" in message(folder, "W123")
+    assert [code for code, _ in found if code == "E123"] == ["E123"]
+    assert "the same bytes as __0_0.distcp" in message(folder, "E123")
 
 
 def test_equal_shards_of_equal_elements_are_all_right(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_numbered_files_without_their_index(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "torch-2.13.0/hf_w1/hf", tmp_path / "c"))
     assert faults(folder) == []
     (folder / "model.safetensors.index.json").unlink()
-    assert faults(folder) == [("W604", "model.safetensors.index.json")]
+    assert faults(folder) == [("E604", "model.safetensors.index.json")]
 
 
 def test_numbered_files_swapped(tmp_path: Path) -> None:
@@ -194,4 +194,4 @@ def test_a_rank_shard_copied_over_another(tmp_path: Path) -> None:
     assert faults(folder) == []
     name = "shard-0000{}-model-00001-of-00002.safetensors"
     shutil.copy(folder / name.format(1), folder / name.format(2))
-    assert "W208" in {code for code, _ in faults(folder)}
+    assert "E208" in {code for code, _ in faults(folder)}

@@ -91,7 +91,7 @@ def test_an_optimizer_of_another_make_is_not_judged(tmp_path: Path) -> None:
 def test_a_model_that_is_lost(tmp_path: Path) -> None:
     accelerate(tmp_path)
     shutil.rmtree(tmp_path / "pytorch_model_fsdp_0")
-    assert found(check_absent_parts(read_checkpoint(tmp_path))) == [("W", "no-model", "")]
+    assert found(check_absent_parts(read_checkpoint(tmp_path))) == [("E", "no-model", "")]
     # The optimizer alone may be what was meant.
     assert list(check_absent_parts(read_checkpoint(tmp_path / "optimizer_0"))) == []
 

@@ -240,9 +240,9 @@ def test_an_optimizer_alone_is_nothing_to_resume_from(tmp_path: Path) -> None:
     here = read_checkpoint(tmp_path)
     assert found(here, 4) == [("E", "no-model")]
     assert answer(here, 4) == "can be resumed on 4 ranks: no; there are no model weights in it"
-    # What is a warning where nobody asks is no second reason.
+    # What two checks say is no second reason.
     problems = [*check_training_state(here), *check_resume(here, 4)]
-    assert [p.severity for p in problems if p.code == "no-model"] == ["warning", "error"]
+    assert [p.severity for p in problems if p.code == "no-model"] == ["error", "error"]
     assert answer_resume(problems).reasons[0] == "there are no model weights in it"
 
 

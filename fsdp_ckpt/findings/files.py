@@ -162,7 +162,7 @@ KINDS = (
         command="fsdp-ckpt repair {path}",
     ),
     Kind(
-        code="W118",
+        code="E118",
         name="mixed-saves",
         title="Data and metadata are of different saves",
         meaning="Loading gives a mixture of old and new values; load_state and merge refuse files that say so.",

@@ -28,6 +28,7 @@ from fsdp_ckpt.layouts.faults import tolerate, unreadable_part
 from fsdp_ckpt.layouts.hf import read_safetensors
 from fsdp_ckpt.layouts.nodes import demand_equal_copies, demand_one_save
 from fsdp_ckpt.layouts.torch_file import read_torch_file
+from fsdp_ckpt.store.leftovers import leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = ["PathLike", "given_paths", "list_checkpoints", "members_of_run", "read_checkpoint"]
@@ -91,6 +92,11 @@ def _existing(text: str) -> Path:
         target = os.readlink(local)
         raise CheckpointNotFound(f"`{text}` is a link to `{target}`, which does not exist", hint=_similar(local))
     if not local.exists():
+        if any(path.suffix == ".old" for path in leftovers(local)):
+            raise CheckpointNotFound(
+                f"`{text}` does not exist: a run that was to replace it had moved it away, and died",
+                hint=f"fsdp-ckpt repair {shlex.quote(text)}    (puts it back)",
+            )
         raise CheckpointNotFound(f"`{text}` does not exist", hint=_similar(local))
     return local
 

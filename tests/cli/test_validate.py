@@ -250,3 +250,12 @@ def test_no_color_means_no_escape_codes_on_a_terminal(damaged: Path) -> None:
     plain = _on_terminal("validate", damaged, "--deep", NO_COLOR="1")
     assert b"E301" in plain
     assert b"\x1b[" not in plain
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect"])
+def test_a_checkpoint_that_was_moved_away_can_be_put_back(folder: Path, command: str) -> None:
+    folder.rename(folder.with_name(".step-10.fsdp-ckpt-0123abcd.old"))
+    result = run(command, folder)
+    assert_refused(result, 3)
+    assert result.hint == f"fsdp-ckpt repair {folder}    (puts it back)"
+    assert "had moved it away" in result.err

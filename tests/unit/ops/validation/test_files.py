@@ -107,7 +107,7 @@ def test_data_newer_than_metadata_on_some_ranks_only(folder: Path) -> None:
     assert (one.severity, one.where) == ("note", "__1_0.distcp")
     assert "1 of 2 data files" in one.message
     shutil.copy(folder / ".metadata", folder / ".metadata.tmp")
-    assert ("W118", "__1_0.distcp") in faults(folder)
+    assert ("E118", "__1_0.distcp") in faults(folder)
 
 
 def test_leftovers_beside_it(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_ckpt.errors import UsageError
@@ -15,14 +15,14 @@ from fsdp_ckpt.ops.repairs.places import Place, find_other, find_place
 from fsdp_ckpt.ops.repairs.survey import Wishes, manifest_of, survey
 from fsdp_ckpt.ops.repairs.swap import hold_place
 from fsdp_ckpt.ops.repairs.torch_versions import parse_version
-from fsdp_ckpt.ops.repairs.transaction import Backup, apply_steps
+from fsdp_ckpt.ops.repairs.transaction import Backup, apply_steps, forget_owed
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.store.local import Folder, LocalStore
 
 __all__ = ["Kind", "RepairAction", "RepairFault", "RepairReport", "repair"]
 
-_ROUNDS = 4
-"""A lost ``.metadata`` hides what is damaged behind it; more than two rounds have never been needed."""
+_ROUNDS = 6
+"""A lost ``.metadata`` hides what is damaged behind it; more than four rounds have never been needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,18 +141,21 @@ def _meter(place: Place, wishes: Wishes, listener: Listener | None, *, looks: in
 def _apply(place: Place, wishes: Wishes, meter: Meter, mine: Path | None) -> tuple[list[Findings], Findings, Backup]:
     """Carry out what is found until nothing is found any more; also return the last look."""
     backup, done = Backup(place.root), list[Findings]()
+    if place.root.exists():
+        forget_owed(place.root)
     for _ in range(_ROUNDS):
         found = survey(place, wishes, meter, mine)
         if not found.steps:
             return done, found, backup
-        beside = [step for step in found.steps if step.run is not None]
-        within = [step for step in found.steps if step.run is None]
+        first = [step for step in found.steps if not step.last]
+        within = [step for step in first if step.run is None]
         if within:
             apply_steps(within, backup, manifest_of(place.root))
-        for step in beside:
-            assert step.run is not None
-            step.run()
-        done.append(found)
+        # What is removed is gone: only once everything was looked at again, and found whole.
+        for step in first or found.steps:
+            if step.run is not None:
+                step.run()
+        done.append(replace(found, steps=first or found.steps))
     return done, survey(place, wishes, meter, mine), backup
 
 
@@ -161,7 +164,8 @@ def _report(
 ) -> RepairReport:
     applied = backup is not None
     actions = [step.action for findings in (done if applied else [found]) for step in findings.steps]
-    notes = list(dict.fromkeys(note for findings in [*done, found] for note in findings.notes))
+    told = [note for findings in [*done, found] for note in findings.notes]
+    notes = list(dict.fromkeys([*told, *(backup.notes if backup is not None else ())]))
     folder = backup.path if backup is not None and backup.path is not None and backup.path.is_dir() else None
     faults = list(found.faults)
     if applied:

@@ -19,8 +19,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_ckpt import latest_complete, merge, save_state
 from fsdp_ckpt.ops.repair import repair
+from fsdp_ckpt.ops.validate import validate
 from tests.build import assert_same, save_rank_files
-from tests.cli.tool import TIMEOUT_S, TOOL, environment
+from tests.cli.tool import TIMEOUT_S, TOOL, environment, flip
 from tests.compat.judges import read_item_by_item, read_with_torch
 from tests.compat.samples import EDGE
 from tests.crash.strace import STRACE, skip_without_strace
@@ -137,6 +138,38 @@ def _replica(where: Path) -> Path:
     return path
 
 
+def _relisted(where: Path) -> Path:
+    """The manifest has to change, and a file is damaged that it lists."""
+    path = _with_manifest(where)
+    shutil.copytree(path, where / "backup")
+    flip(path / "pytorch_model_fsdp_0/__0_0.distcp")
+    return path
+
+
+def _lost(where: Path) -> Path:
+    """The metadata are gone, and once they are back the manifest has to change."""
+    path = _with_manifest(where)
+    shutil.copytree(path, where / "backup")
+    (path / "pytorch_model_fsdp_0/.metadata").unlink()
+    return path
+
+
+def _no_damage_is_believed(path: Path) -> None:
+    """A repair that has no other copy calls it whole only where it is: no checksum was made to fit damaged bytes."""
+    shutil.rmtree(path.parent.parent / "again", ignore_errors=True)
+    again = Path(shutil.copytree(path, path.parent.parent / "again/step-1"))
+    report = repair(again, apply=True)
+    assert (again / "fsdp_ckpt.json").is_file()
+    good = path.parent.parent / "backup/pytorch_model_fsdp_0/__0_0.distcp"
+    is_whole = all(
+        (
+            (again / "pytorch_model_fsdp_0/__0_0.distcp").read_bytes() == good.read_bytes(),
+            (again / "pytorch_model_fsdp_0/.metadata").is_file(),
+        )
+    )
+    assert (report.whole, validate(again, level="deep").ok) == (is_whole, is_whole)
+
+
 def _index(where: Path) -> Path:
     (where / "c").mkdir()
     for number in (1, 2):
@@ -168,6 +201,18 @@ SCENES = {
     "swap": Scene(set_up=_moved_away, options=lambda _: [], reads=_is_somewhere, whole=_own_is_whole),
     "replica": Scene(
         set_up=_replica, options=lambda w: ["--replica", str(w / "backup")], reads=_nothing, whole=_own_is_whole
+    ),
+    "relisted": Scene(
+        set_up=_relisted,
+        options=lambda w: ["--for-torch", "2.9", "--replica", str(w / "backup")],
+        reads=_no_damage_is_believed,
+        whole=_own_is_whole,
+    ),
+    "lost": Scene(
+        set_up=_lost,
+        options=lambda w: ["--for-torch", "2.9", "--replica", str(w / "backup")],
+        reads=_no_damage_is_believed,
+        whole=_own_is_whole,
     ),
     "index": Scene(set_up=_index, options=lambda _: [], reads=_shards_are_read, whole=_shards_are_read),
 }
@@ -277,7 +322,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     return Stage(tmp_path, SCENES[request.param])
 
 
-@pytest.mark.parametrize("stage", ["manifest", "boxes"], indirect=True)
+@pytest.mark.parametrize("stage", ["manifest", "boxes", "relisted", "lost"], indirect=True)
 def test_killed_at_some_system_calls(stage: Stage) -> None:
     points = stage.points()
     names = [point for point in points if point[0] in ("rename", "unlink", "linkat", "link", "mkdir")]

@@ -93,6 +93,7 @@ class Step:
         crc32: What the new content's CRC-32 must be; None where only its records tell.
         drop: Move the file into the backup.
         run: Does the work, for what lies beside the checkpoint.
+        last: Cannot be undone: it waits until nothing else is left to do.
     """
 
     action: RepairAction
@@ -100,6 +101,7 @@ class Step:
     crc32: int | None = None
     drop: bool = False
     run: Callable[[], None] | None = None
+    last: bool = False
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ class Findings:
     faults: list[RepairFault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     covered: set[str] = field(default_factory=set)
+    _known: set[tuple[str, ...]] = field(default_factory=set, repr=False)
 
     def wants(self, kind: Kind) -> bool:
         """Whether a kind of repair is asked for."""
@@ -145,16 +148,26 @@ class Findings:
 
     def run(self, kind: Kind, what: str, path: Path, why: str, run: Callable[[], None]) -> None:
         """Plan something beside the checkpoint."""
-        self.steps.append(Step(action=RepairAction(kind=kind, what=what, file=str(path), why=why), run=run))
+        action = RepairAction(kind=kind, what=what, file=str(path), why=why)
+        self.steps.append(Step(action=action, run=run, last=what == "remove"))
+
+    def keep(self, why: str) -> None:
+        """Take back all that would be removed for good."""
+        for step in self.steps:
+            if step.last:
+                self.note(f"`{step.action.file}` stays {why}")
+        self.steps = [step for step in self.steps if not step.last]
 
     def fault(self, where: str, why: str, hint: str | None = None) -> None:
         """Note what cannot be mended, once."""
-        if all((known.where, known.why) != (where, why) for known in self.faults):
+        if (where, why) not in self._known:
+            self._known.add((where, why))
             self.faults.append(RepairFault(where=where, why=why, hint=hint))
 
     def note(self, text: str) -> None:
         """Note something, once."""
-        if text not in self.notes:
+        if (text,) not in self._known:
+            self._known.add((text,))
             self.notes.append(text)
 
     @property

@@ -73,10 +73,10 @@ def _mend_file(look: Look, file: str, damage: _Damage, extents: Extents) -> None
         refusal = restore_file(look, file, damage.left[0], extents)
         if refusal is None:
             return
-        damage.left[0] = f"{damage.left[0]}; {refusal}"
-        hint = (
-            f"if you know better: cp -a {shlex.quote(str(look.replica / file))} {shlex.quote(f'{look.shown}/{file}')}"
-        )
+        damage.left[0] = f"{damage.left[0]}; {refusal.why}"
+        if refusal.is_open:
+            source, target = shlex.quote(str(look.replica / file)), shlex.quote(f"{look.shown}/{file}")
+            hint = f"if you know better: cp -a {source} {target}"
     for why in damage.left[:_SHOWN]:
         look.findings.fault(file, why, hint)
     if len(damage.left) > _SHOWN:

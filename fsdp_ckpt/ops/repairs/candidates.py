@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, read_metadata
-from fsdp_ckpt.codec.dcp_metadata_facts import MetadataFacts
+from fsdp_ckpt.codec.dcp_metadata_facts import MetadataFacts, read_facts
 from fsdp_ckpt.codec.dcp_metadata_writer import write_metadata
 from fsdp_ckpt.errors import CorruptCheckpoint, FsdpCkptError, Incompatible
 from fsdp_ckpt.layouts.registry import list_checkpoints
@@ -16,6 +17,7 @@ from fsdp_ckpt.ops.repairs.blobs import is_blob, metadata_of_blobs
 from fsdp_ckpt.ops.repairs.items import check_items
 from fsdp_ckpt.ops.repairs.like import metadata_like
 from fsdp_ckpt.ops.repairs.look import Look, Read, counterpart, load_metadata
+from fsdp_ckpt.ops.repairs.partners import check_partners
 from fsdp_ckpt.store.local import Folder
 
 __all__ = ["candidates", "written"]
@@ -94,6 +96,18 @@ def _by_manifest(look: Look, folder: Folder) -> Iterator[tuple[bytes, str]]:
             continue
 
 
+def _is_listed(data: bytes, listed: tuple[int, str]) -> bool:
+    return (len(data), zlib.crc32(data)) == (listed[0], int(listed[1], 16))
+
+
+def _spellings(metadata: DcpMetadata, found: Read) -> Iterator[bytes]:
+    """Yield metadata as we write them: the same names and places always give the same bytes."""
+    facts = read_facts(found.data, where=_NAME)
+    for save_id in dict.fromkeys((None, facts.save_id)):
+        with suppress(ValueError):
+            yield write_metadata(metadata, save_id=save_id)
+
+
 def _of_other(look: Look, folder: Folder, path: Path, option: str, tried: list[str]) -> Iterator[tuple[bytes, str]]:
     """Yield metadata with the names of another checkpoint and the places of this one."""
     other = counterpart(path, folder.prefix)
@@ -103,13 +117,27 @@ def _of_other(look: Look, folder: Folder, path: Path, option: str, tried: list[s
         return
     source = str(other.path / _NAME)
     listed = look.manifest.files.get(folder.prefix + _NAME) if look.manifest is not None else None
-    if listed is not None and (len(found.data), zlib.crc32(found.data)) == (listed[0], int(listed[1], 16)):
+    if listed is not None and _is_listed(found.data, listed):
         yield found.data, f"{source}, which has the CRC-32 that the manifest says"
+        return
+    if listed is not None and option == "--replica":
+        tried.append(f"{option} {path} is no copy of it: the manifest lists another CRC-32 for {folder.prefix}{_NAME}")
         return
     try:
         metadata = metadata_like(folder, other, found.metadata)
+        check_partners(look.root, folder, metadata)
     except (Incompatible, CorruptCheckpoint) as error:
         tried.append(f"{option} {path} does not fit: {error.message}")
+        return
+    if listed is not None:
+        same = next((data for data in _spellings(metadata, found) if _is_listed(data, listed)), None)
+        if same is not None:
+            yield same, f"{source}, and it has the CRC-32 that the manifest says"
+            return
+        tried.append(
+            f"{option} {path} does not fit: what would be written has not the CRC-32 that the manifest lists, so that "
+            "its names or places are not those that were saved"
+        )
         return
     if option == "--replica" and metadata == found.metadata and look.manifest is None:
         data: bytes | str = found.data

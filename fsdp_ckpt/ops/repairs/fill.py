@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_ckpt.ops.repairs.actions import Patch
@@ -13,7 +13,7 @@ from fsdp_ckpt.run.checksum import BLOCK_BYTES, checksum_range
 from fsdp_ckpt.store.publish import current_umask
 from fsdp_ckpt.store.syscalls import clone_range, read_into, start_writeback, write_all
 
-__all__ = ["fill", "is_unfinished"]
+__all__ = ["Filled", "fill", "is_unfinished"]
 
 _ENDING = ".fsdp-ckpt-repair"
 _WRITEBACK_BYTES = 8 << 20
@@ -24,8 +24,23 @@ def is_unfinished(name: str) -> bool:
     return name.startswith(".") and name.endswith(_ENDING)
 
 
-def fill(target: Path, content: bytes | Patch) -> tuple[Path, int]:
-    """Write a file that is to become ``target``, with its mode; return where it is, and its CRC-32.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A file that is complete, under another name.
+
+    Attributes:
+        path: Where it is.
+        crc32: Of its content.
+        owner: Whose it is now, where it could not be given to the owner of the target; empty otherwise.
+    """
+
+    path: Path
+    crc32: int
+    owner: str = ""
+
+
+def fill(target: Path, content: bytes | Patch) -> Filled:
+    """Write a file that is to become ``target``, with its mode and owner.
 
     Raises:
         OSError: The disk fails, or is full; nothing is left.
@@ -41,20 +56,44 @@ def fill(target: Path, content: bytes | Patch) -> tuple[Path, int]:
             _copy(content, fd)
             size = content.size
         crc = checksum_range(fd, 0, size)
-        os.fchmod(fd, _mode(target))
+        like, mode = _like(target)
+        owner = _give(fd, like)
+        os.fchmod(fd, mode)
         os.fsync(fd)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
-    return path, crc
+    return Filled(path=path, crc32=crc, owner=owner)
 
 
-def _mode(target: Path) -> int:
-    with suppress(FileNotFoundError):
-        return stat.S_IMODE(target.lstat().st_mode)
-    return 0o666 & ~current_umask()
+def _like(target: Path) -> tuple[os.stat_result | None, int]:
+    """Return whose a file is to be, and its mode.
+
+    Root, who mends the checkpoint of somebody else, gives new files to the owner of the folder.
+    """
+    try:
+        status = target.lstat()
+    except FileNotFoundError:
+        return (target.parent.stat() if os.geteuid() == 0 else None), 0o666 & ~current_umask()
+    return status, stat.S_IMODE(status.st_mode)
+
+
+def _give(fd: int, like: os.stat_result | None) -> str:
+    """Give a file to the owner and group of another one; return whose it stays where that is not allowed."""
+    mine = os.fstat(fd)
+    if like is None or (mine.st_uid, mine.st_gid) == (like.st_uid, like.st_gid):
+        return ""
+    try:
+        os.fchown(fd, like.st_uid, like.st_gid)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return (
+            f"belongs to {mine.st_uid}:{mine.st_gid} now: this user may not give it back to {like.st_uid}:{like.st_gid}"
+        )
+    return ""
 
 
 def _copy(patch: Patch, fd: int) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdp_ckpt.catalog import Chunk, Encoding, Shape, TensorEntry
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
-from fsdp_ckpt.codec.safetensors import Header, read_header
+from fsdp_ckpt.codec.safetensors import HeaderTensor, read_header
 from fsdp_ckpt.codec.stamp import is_free
 from fsdp_ckpt.codec.tensors import TORCH, TensorRef
 from fsdp_ckpt.codec.torchzip import open_archive
@@ -69,7 +69,7 @@ class _Check:
     sources: Sources
     fit: Fit
     data: bool
-    blobs: dict[tuple[str, int], Header] = field(default_factory=dict)
+    blobs: dict[tuple[str, int], Mapping[str, HeaderTensor]] = field(default_factory=dict)
 
     def run(self) -> None:
         self._extents()
@@ -138,11 +138,12 @@ class _Check:
 
     def _blob(self, key: str, tensor: DcpTensor, lengths: Shape, file: str, start: int) -> None:
         path = self.folder.prefix + file
-        header = self.blobs.get((file, start))
-        if header is None:
+        items = self.blobs.get((file, start))
+        if items is None:
             reader, size = self.folder.store.reader(path), self.folder.store.size(path) or 0
-            header = self.blobs[file, start] = read_header(reader, start, size, where=path)
-        found = next((item for item in header.tensors if item.name == key), None)
+            header = read_header(reader, start, size, where=path)
+            items = self.blobs[file, start] = {item.name: item for item in header.tensors}
+        found = items.get(key)
         if found is None or found.dtype != tensor.dtype or found.shape != lengths:
             raise MalformedFile(f"{path}: `{key}` is not what the metadata say")
 

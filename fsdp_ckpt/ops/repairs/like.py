@@ -7,6 +7,7 @@ many as the other checkpoint lists and of the same kinds in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdp_ckpt.catalog import Chunk, Encoding, Shape
@@ -60,6 +61,7 @@ def _match(folder: Folder, other: Folder, theirs: DcpMetadata) -> DcpMetadata:
     for key, info in theirs.storage.items():
         by_file.setdefault(info[0], []).append((key, info))
     places: dict[tuple[str, Shape | None], StorageInfo] = {}
+    boxes = {name: dict(tensor.chunks) for name, tensor in theirs.tensors.items()}
     try:
         for file, items in by_file.items():
             items.sort(key=lambda item: item[1][1])
@@ -68,7 +70,7 @@ def _match(folder: Folder, other: Folder, theirs: DcpMetadata) -> DcpMetadata:
                 raise Incompatible(f"{folder.prefix}{file} holds {len(extents)} items here, {len(items)} there")
             for (key, info), (start, stop) in zip(items, extents, strict=True):
                 place = file, start, stop - start, ()
-                _check_item((folder, place), (other, info), theirs, key)
+                _check_item((folder, place), (other, info), theirs, key, boxes)
                 places[key] = place
         found = replace(theirs, storage={key: places[key] for key in theirs.storage})
         fit = check_items(folder, found, data=False)
@@ -84,6 +86,7 @@ def _check_item(
     other: tuple[Folder, StorageInfo],
     theirs: DcpMetadata,
     key: tuple[str, Shape | None],
+    boxes: Mapping[str, Mapping[Shape, Shape]],
 ) -> None:
     """Make sure that an item is what the other checkpoint has at this place in the order.
 
@@ -100,8 +103,7 @@ def _check_item(
             raise Incompatible(f"{path}: what stands at the place of `{name}` is a value of another kind")
         return
     tensor = theirs.tensors[name]
-    lengths = next(lengths for begin, lengths in tensor.chunks if begin == offsets)
-    chunk = Chunk(offsets, lengths, path, place[1], place[1] + place[2], Encoding.TORCH_ZIP)
+    chunk = Chunk(offsets, boxes[name][offsets], path, place[1], place[1] + place[2], Encoding.TORCH_ZIP)
     resolve_item(chunk, tensor.dtype, folder.store.reader(path), where=f"{path} (`{name}`)")
 
 
@@ -115,7 +117,7 @@ def _check_kinds(folder: Folder, other: Folder, theirs: DcpMetadata) -> None:
     for key in theirs.objects:
         place = theirs.storage[key, None]
         if not place[3]:
-            _check_item((folder, place), (other, place), theirs, (key, None))
+            _check_item((folder, place), (other, place), theirs, (key, None), {})
 
 
 def _kind(value: object) -> object:

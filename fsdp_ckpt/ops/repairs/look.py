@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, read_metadata
 from fsdp_ckpt.errors import FsdpCkptError
@@ -15,6 +16,9 @@ from fsdp_ckpt.ops.repairs.actions import Findings
 from fsdp_ckpt.ops.repairs.torch_versions import Version
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.store.memory import no_gc
+
+if TYPE_CHECKING:
+    from fsdp_ckpt.ops.repairs.replica import Refusal
 
 __all__ = ["Look", "Read", "counterpart", "load_metadata", "real_folders"]
 
@@ -34,6 +38,7 @@ class Look:
         verify: Compare the checksums of tensors, which reads them.
         count: Told about bytes that were read.
         doubts: What was found out about the other copy, so that it is looked at once.
+        saves: Data files by the save that their stamps tell, once they were looked at.
     """
 
     root: Folder
@@ -45,7 +50,8 @@ class Look:
     replica: Path | None = None
     verify: bool = True
     count: Callable[[int], None] = field(default=lambda _: None)
-    doubts: dict[Path, str | None] = field(default_factory=dict)
+    doubts: dict[Path, Refusal | None] = field(default_factory=dict)
+    saves: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def run(self) -> str:

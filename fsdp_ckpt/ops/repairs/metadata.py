@@ -57,6 +57,12 @@ def _as_listed(look: Look, folder: Folder, own: Read | None) -> Read | None:
     return Read(why=f"its CRC-32 is {found:08x}, the manifest says {listed[1]}")
 
 
+def _is_listed(look: Look, file: str, data: bytes) -> bool:
+    """Tell whether our manifest lists this content, or none."""
+    listed = look.manifest.files.get(file) if look.manifest is not None else None
+    return listed is None or (len(data), zlib.crc32(data)) == (listed[0], int(listed[1], 16))
+
+
 def _files_of(metadata: DcpMetadata) -> frozenset[str]:
     return frozenset(info[0] for info in metadata.storage.values())
 
@@ -70,7 +76,7 @@ def _take_unfinished(look: Look, folder: Folder, fit: Fit, unfinished: Read) -> 
                 Kind.DROP_STALE, file + ".tmp", "left by a save that was cut off; the .metadata beside it fits"
             )
         return False
-    candidate = unfinished.metadata
+    candidate = unfinished.metadata if _is_listed(look, file, unfinished.data) else None
     if candidate is not None and check_items(folder, candidate, data=look.verify).why is None:
         if findings.wants(Kind.REBUILD_METADATA):
             reason = f"it is of an older save ({fit.why}); .metadata.tmp fits the data files"
@@ -148,6 +154,8 @@ def _from_ranks(look: Look, folder: Folder, own: Read | None, ranks: dict[str, R
             )
             return
     data = written(metadata, None, look)
+    if isinstance(data, bytes) and own is not None and not _is_listed(look, file, data):
+        data = f"{own.why}; the manifest lists another CRC-32 than what the files of ranks give"
     if isinstance(data, str):
         findings.fault(file, data)
         return
@@ -163,6 +171,9 @@ def _rebuild(look: Look, folder: Folder, own: Read | None, unfinished: Read | No
     why = "missing: a save was cut off, or it was removed" if own is None else own.why
     tried: list[str] = []
     for data, source in candidates(look, folder, unfinished, tried):
+        if not _is_listed(look, file, data):
+            tried.append(f"{source} does not do: the manifest lists another CRC-32")
+            continue
         findings.write(Kind.REBUILD_METADATA, file, data, why, source=source)
         if source == file + ".tmp":
             findings.drop(Kind.REBUILD_METADATA, file + ".tmp", "becomes .metadata")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_ckpt.catalog import Problem, Severity
+from fsdp_ckpt.catalog import Checkpoint, Problem, Severity
 from fsdp_ckpt.codec.safetensors import read_header
 from fsdp_ckpt.errors import CorruptCheckpoint, FsdpCkptError
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
 from fsdp_ckpt.layouts.faults import DAMAGE
-from fsdp_ckpt.layouts.manifest import Manifest, read_manifest
+from fsdp_ckpt.layouts.manifest import Manifest, check_stamps, read_manifest
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.layouts.torch_file import open_torch_value
 from fsdp_ckpt.ops.repairs.actions import Findings, Kind
@@ -75,9 +75,22 @@ def survey(place: Place, wishes: Wishes, meter: Meter, mine: Path | None = None)
         verify=wishes.verify,
         count=meter.add,
     )
+    try:
+        _look_around(look)
+    finally:
+        root.store.close()
+    if findings.faults:
+        findings.keep("until the checkpoint is whole: there may be something to save in it")
+    elif not (wishes.verify and findings.wants(Kind.RESTORE_BOX)):
+        findings.keep("as long as the checkpoint was not read to the last byte: there may be something to save in it")
+    return findings
+
+
+def _look_around(look: Look) -> None:
+    root, findings = look.root, look.findings
     if finish_interrupted(look) or restore_manifest(look):
         findings.note("everything else is looked at once this is done")
-        return findings
+        return
     folders = list(real_folders(root))
     if look.for_torch is not None and not any(map(looks_like_dcp, folders)):
         findings.note("there is no .metadata to be written anew: any torch reads these files")
@@ -96,8 +109,6 @@ def survey(place: Place, wishes: Wishes, meter: Meter, mine: Path | None = None)
             drop_unfinished(look, folder)
     _look_at_content(look)
     _refuse_links(look)
-    root.store.close()
-    return findings
 
 
 def _look_at_content(look: Look) -> None:
@@ -114,6 +125,9 @@ def _look_at_content(look: Look) -> None:
     broken = {fault.where: fault.message for fault in faults if fault.code in _FILE_CODES and _is_file(look, fault)}
     if any(fault.code in DAMAGE for fault in faults):
         broken = _unreadable(look) | broken
+    strange = _strange(look, checkpoint)
+    faults += strange
+    broken = {fault.where: fault.message for fault in strange} | broken
     if findings.wants(Kind.RESTORE_BOX):
         listed = look.manifest.files if look.manifest is not None else {}
         mend_boxes(
@@ -127,6 +141,15 @@ def _look_at_content(look: Look) -> None:
         is_told = problem.severity is Severity.WARNING or problem.code == ELSEWHERE
         if is_told and problem.where not in told:
             findings.note(f"{problem.where}: {problem.message}")
+
+
+def _strange(look: Look, checkpoint: Checkpoint) -> list[Problem]:
+    """Return data files that say of themselves that they are of another save, or of another rank."""
+    try:
+        files = [file for part in checkpoint.parts for file in part.files]
+        return list(check_stamps(look.root, look.manifest, files))
+    except (CorruptCheckpoint, OSError):  # told of where they are read
+        return []
 
 
 def _is_file(look: Look, fault: Problem) -> bool:

@@ -3,27 +3,37 @@
 New files are written under another name and made durable first. Then each old one gets a second name in the backup,
 a hidden folder of the checkpoint, and the new one takes its name in one step. Of our manifest, which lists sizes and
 checksums, there is none from the first change to the last: without it a checkpoint is judged by its own rules, with
-one that does not fit it would be taken for damaged. A repair that was killed in between is finished by the next one.
+one that does not fit it would be taken for damaged. Before it goes, the one that is to come stands in the backup: a
+repair that was killed in between is finished by the next one, which knows of every file what it was and what it was to
+become.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdp_ckpt.errors import ChecksumMismatch, NotEnoughSpace
-from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, write_manifest
+from fsdp_ckpt.errors import ChecksumMismatch, CorruptCheckpoint, NotEnoughSpace, UsageError
+from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from fsdp_ckpt.ops.repairs.actions import Step
-from fsdp_ckpt.ops.repairs.fill import fill
+from fsdp_ckpt.ops.repairs.fill import Filled, fill
 from fsdp_ckpt.store.leftovers import BACKUP, backup_number, is_backup
+from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.store.syscalls import fsync_folder
 from fsdp_ckpt.units import format_size
 
-__all__ = ["Backup", "apply_steps", "relisted"]
+__all__ = ["OWED", "PREVIOUS", "Backup", "apply_steps", "forget_owed", "relisted"]
+
+OWED = f".new/{MANIFEST}"
+"""In a backup: the manifest that is to come. Without one in its place the repair was killed."""
+PREVIOUS = f".was/{MANIFEST}"
+"""In a backup: the manifest that was in its place."""
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EXDEV)
 
@@ -55,6 +65,7 @@ class Backup:
         kept: Files in it.
         added: Files that were not there before.
         folders: Folders that were not there before, outer ones first.
+        notes: What could not be done just so.
     """
 
     root: Path
@@ -62,27 +73,26 @@ class Backup:
     kept: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def make_folder(self, file: str) -> None:
         """Make the folder of a file that is to be written, where there is none."""
         missing = [folder for folder in (self.root / file).parents if not folder.exists()]
         for folder in reversed(missing):
-            folder.mkdir()
-            fsync_folder(folder.parent)
+            _make(folder)
             self.folders.append(str(folder.relative_to(self.root)))
 
     def place(self, file: str) -> Path:
         """Return where a file goes, with the folders made that it needs."""
         if self.path is None:
-            self._forget_unused()
+            self.forget_unused()
             last = max((backup_number(name) or 0 for name in os.listdir(self.root)), default=0)
             self.path = self.root / f"{BACKUP}{last + 1}"
-            self.path.mkdir()
+            _make(self.path)
         target = self.path / file
         missing = [folder for folder in target.parents if not folder.exists()]
         for folder in reversed(missing):
-            folder.mkdir()
-            fsync_folder(folder.parent)
+            _make(folder)
         fsync_folder(self.root)
         return target
 
@@ -121,7 +131,19 @@ class Backup:
         fsync_folder((self.root / file).parent)
         self.kept.append(file)
 
-    def _forget_unused(self) -> None:
+    def announce(self, manifest: bytes) -> None:
+        """Write down what the files are to be, for the case that this repair is killed."""
+        for name, content in ((PREVIOUS, (self.root / MANIFEST).read_bytes()), (OWED, manifest)):
+            target = self.place(name)
+            path = fill(target, content).path
+            try:
+                os.replace(path, target)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            fsync_folder(target.parent)
+
+    def forget_unused(self) -> None:
         """Remove backups of repairs that were killed before they replaced anything: second names of what is there."""
         for name in sorted(os.listdir(self.root)):
             folder = self.root / name
@@ -132,11 +154,39 @@ class Backup:
                 shutil.rmtree(folder)
 
 
+def _make(folder: Path) -> None:
+    """Make a folder; root makes it for the owner of the one above."""
+    folder.mkdir()
+    if os.geteuid() == 0:
+        above = folder.parent.stat()
+        with suppress(OSError):
+            os.chown(folder, above.st_uid, above.st_gid)
+    fsync_folder(folder.parent)
+
+
 def _is_same_file(first: Path, second: Path) -> bool:
     try:
         return os.path.samestat(first.lstat(), second.lstat())
     except OSError:
         return False
+
+
+def forget_owed(root: Path) -> None:
+    """Remove what killed repairs wrote down in their backups, where the manifest is in its place.
+
+    It is for repairs that were killed before they changed anything, or after they had changed everything.
+    """
+    try:
+        if read_manifest(Folder(LocalStore(root))) is None:
+            return
+    except CorruptCheckpoint:
+        return
+    for name in os.listdir(root):
+        if is_backup(name) and not (root / name).is_symlink():
+            for owed in (OWED, PREVIOUS):
+                with suppress(FileNotFoundError):
+                    (root / name / owed).unlink()
+                    (root / name / owed).parent.rmdir()
 
 
 def apply_steps(steps: Sequence[Step], backup: Backup, manifest: Manifest | None) -> None:
@@ -150,11 +200,15 @@ def apply_steps(steps: Sequence[Step], backup: Backup, manifest: Manifest | None
     Raises:
         NotEnoughSpace: Found before anything is written.
         ChecksumMismatch: What was written is not what it should be; nothing was replaced.
+        UsageError: A folder cannot be written to, found before anything is written.
         OSError: The disk fails.
     """
     root = backup.root
     writes = [step for step in steps if step.content is not None]
     drops = [step.action.file for step in steps if step.drop]
+    owed = [file for file in drops if is_backup(file.partition("/")[0])]  # needed until the manifest is there
+    drops = [file for file in drops if file not in owed]
+    _check_folders(root, [step.action.file for step in steps])
     _check_space(root, sum(step.action.num_bytes for step in writes))
     ready: dict[str, Path] = {}
     try:
@@ -162,16 +216,20 @@ def apply_steps(steps: Sequence[Step], backup: Backup, manifest: Manifest | None
         for step in writes:
             file = step.action.file
             backup.make_folder(file)
-            ready[file], crc = _write(root / file, step)
-            written[file] = step.action.num_bytes, crc
+            filled = _write(root / file, step)
+            ready[file] = filled.path
+            written[file] = step.action.num_bytes, filled.crc32
+            if filled.owner:
+                backup.notes.append(f"{file} {filled.owner}")
         fresh = relisted(manifest, written, drops) if manifest is not None else None
+        data = b"" if fresh is None else write_manifest(fresh)
         if fresh is not None:
-            data = write_manifest(fresh)
-            ready[MANIFEST], _ = fill(root / MANIFEST, data)
+            ready[MANIFEST] = fill(root / MANIFEST, data).path
             backup.link(MANIFEST)
         for file in ready:
             backup.link(file)
         if fresh is not None and (root / MANIFEST).exists():
+            backup.announce(data)
             (root / MANIFEST).unlink()
             fsync_folder(root)
         for file in sorted(ready, key=lambda file: file == MANIFEST):
@@ -181,11 +239,14 @@ def apply_steps(steps: Sequence[Step], backup: Backup, manifest: Manifest | None
             del ready[file]
             fsync_folder((root / file).parent)
         _drop(drops, backup)
+        _drop(owed, backup)
+        forget_owed(root)
     except BaseException:
         for path in ready.values():
             path.unlink(missing_ok=True)
         if backup.path is not None:
-            backup._forget_unused()
+            forget_owed(root)
+            backup.forget_unused()
         raise
 
 
@@ -193,6 +254,17 @@ def _drop(files: list[str], backup: Backup) -> None:
     while files:
         backup.move(files[0])
         del files[0]
+
+
+def _check_folders(root: Path, files: Sequence[str]) -> None:
+    """Make sure that every folder in which something changes can be written to."""
+    for folder in dict.fromkeys((root, *((root / file).parent for file in files))):
+        there = next(above for above in (folder, *folder.parents) if above.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"`{there}` cannot be written to: none of its files was changed",
+                hint=f"ls -ld {shlex.quote(str(there))}",
+            )
 
 
 def _check_space(root: Path, needed_bytes: int) -> None:
@@ -209,14 +281,14 @@ def _check_space(root: Path, needed_bytes: int) -> None:
         )
 
 
-def _write(target: Path, step: Step) -> tuple[Path, int]:
-    """Write a step's content beside its target; return where, and its CRC-32."""
+def _write(target: Path, step: Step) -> Filled:
+    """Write a step's content beside its target."""
     assert step.content is not None
-    path, crc = fill(target, step.content)
-    if step.crc32 is not None and crc != step.crc32:
-        path.unlink()
+    filled = fill(target, step.content)
+    if step.crc32 is not None and filled.crc32 != step.crc32:
+        filled.path.unlink()
         raise ChecksumMismatch(
-            f"{step.action.file}: what was put together has CRC-32 {crc:08x}, the manifest says {step.crc32:08x}; "
-            "nothing was replaced"
+            f"{step.action.file}: what was put together has CRC-32 {filled.crc32:08x}, the manifest says "
+            f"{step.crc32:08x}; nothing was replaced"
         )
-    return path, crc
+    return filled

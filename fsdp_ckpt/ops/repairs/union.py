@@ -30,6 +30,8 @@ def unite(ranks: Mapping[str, DcpMetadata | None]) -> tuple[DcpMetadata, list[st
     paths: dict[str, tuple[str | int, ...]] = {}
     storage: dict[tuple[str, Shape | None], StorageInfo] = {}
     shared: set[str] = set()
+    boxes: dict[str, set[tuple[Shape, Shape]]] = {}
+    seen: set[str] = set()
     for name, metadata in sorted(ranks.items(), key=lambda item: (len(item[0]), item[0])):
         if metadata is None:
             raise Incompatible(f"{name} cannot be read")
@@ -37,11 +39,12 @@ def unite(ranks: Mapping[str, DcpMetadata | None]) -> tuple[DcpMetadata, list[st
             known = tensors.setdefault(key, replace(tensor, chunks=[]))
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise Incompatible(f"`{key}` has another dtype or shape in {name}")
-            have = set(known.chunks)
+            have = boxes.setdefault(key, set())
             known.chunks.extend(box for box in tensor.chunks if box not in have)
-        seen = set(objects)
-        shared |= seen & set(metadata.objects)
+            have.update(tensor.chunks)
+        shared.update(key for key in metadata.objects if key in seen)
         objects += [key for key in metadata.objects if key not in seen]
+        seen.update(metadata.objects)
         for key, path in metadata.paths.items():
             paths.setdefault(key, path)
         for place, info in metadata.storage.items():

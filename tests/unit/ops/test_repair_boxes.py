@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -337,6 +338,100 @@ def test_a_full_file(tmp_path: Path) -> None:
     mend(checkpoint, judge, replica=backup)
 
 
+def hf_set(folder: Path, step: int, *, state: bool = True) -> Path:
+    """Two numbered files, of which the first is frozen: the same in every step."""
+    folder.mkdir(parents=True)
+    for number, content in enumerate(({"a": torch.arange(10.0)}, {"b": torch.arange(20.0) + step}), 1):
+        save_file(content, folder / f"model-{number:05}-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    if state:
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def test_a_frozen_file_is_no_evidence(tmp_path: Path) -> None:
+    checkpoint = hf_set(tmp_path / "run/checkpoint-200", 200)
+    hf_set(tmp_path / "run/checkpoint-100", 100)
+    backup = hf_set(tmp_path / "backup", 200)
+    lost = checkpoint / "model-00002-of-00002.safetensors"
+    lost.unlink()
+    (fault,) = unchanged(checkpoint, replica=tmp_path / "run/checkpoint-100").faults
+    assert "not of the same save: trainer_state.json differs" in fault.why
+    assert "cp " not in str(fault.hint)
+    mend(checkpoint, lambda _: assert_same(load_file(lost), {"b": torch.arange(20.0) + 200}), replica=backup)
+
+
+def test_without_anything_that_changes_people_decide(tmp_path: Path) -> None:
+    checkpoint, backup = hf_set(tmp_path / "new", 200, state=False), hf_set(tmp_path / "old", 100, state=False)
+    for place in (checkpoint, backup):
+        torch.save({"lr": 0.1}, place / "training_args.bin")
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    (fault,) = unchanged(checkpoint, replica=backup).faults
+    assert "nothing here tells whether" in fault.why
+    name = "model-00002-of-00002.safetensors"
+    assert fault.hint == f"if you know better: cp -a {backup}/{name} {checkpoint}/{name}"
+
+
+def test_steps_in_the_names_of_folders(tmp_path: Path) -> None:
+    checkpoint = hf_set(tmp_path / "checkpoint-200", 200, state=False)
+    backup = hf_set(tmp_path / "checkpoint-100", 100, state=False)
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    (fault,) = unchanged(checkpoint, replica=backup).faults
+    assert "is of step 100 by its name" in fault.why
+    assert "cp " not in str(fault.hint)
+
+
+def test_no_command_to_copy_what_contradicts_or_is_not_there(tmp_path: Path) -> None:
+    save_own(tmp_path / "run/step-3")
+    save_own(tmp_path / "run/step-4", step=4)
+    flip(tmp_path / "run/step-3/pytorch_model_fsdp_0/__0_0.distcp")
+    (fault,) = unchanged(tmp_path / "run/step-3", replica=tmp_path / "run/step-4").faults
+    assert "cp " not in str(fault.hint)
+    (tmp_path / "run/step-4/pytorch_model_fsdp_0/__0_0.distcp").unlink()
+    (fault,) = unchanged(tmp_path / "run/step-3", replica=tmp_path / "run/step-4").faults
+    assert "has no pytorch_model_fsdp_0/__0_0.distcp" in fault.why
+    assert "cp " not in str(fault.hint)
+
+
+def test_stamps_tell_saves_apart_without_a_manifest(tmp_path: Path) -> None:
+    """The same numbers, saved twice: every checksum agrees, and only the stamps do not."""
+    for place in ("step", "again"):
+        save_own(tmp_path / place)
+        (tmp_path / place / "fsdp_ckpt.json").unlink()
+    (tmp_path / "step/pytorch_model_fsdp_0/__0_0.distcp").unlink()
+    (fault,) = unchanged(tmp_path / "step", replica=tmp_path / "again").faults
+    assert "not of the same save: optimizer_0/__0_0.distcp differs" in fault.why
+    shutil.copy(tmp_path / "step/optimizer_0/__0_0.distcp", tmp_path / "again/optimizer_0")
+    (fault,) = unchanged(tmp_path / "step", replica=tmp_path / "again").faults
+    assert "is of another save than optimizer_0/__0_0.distcp here" in fault.why
+
+
+def test_files_of_two_saves_are_told(tmp_path: Path) -> None:
+    """Without a manifest; every checksum in them is right."""
+    save_own(tmp_path / "step")
+    save_own(tmp_path / "other", step=4)
+    backup = copy(tmp_path / "step", tmp_path / "backup")
+    shutil.copy(tmp_path / "other/optimizer_0/__0_0.distcp", tmp_path / "step/optimizer_0")
+    mend(copy(tmp_path / "step", tmp_path / "listed"), lambda _: None, replica=backup)
+    (tmp_path / "step/fsdp_ckpt.json").unlink()
+    assert any("is of another save" in fault.why for fault in unchanged(tmp_path / "step").faults)
+
+
+def test_a_stamp_of_another_rank(tmp_path: Path) -> None:
+    save_own(tmp_path / "step")
+    (tmp_path / "step/fsdp_ckpt.json").unlink()
+    backup = copy(tmp_path / "step", tmp_path / "backup")
+    (tmp_path / "step/pytorch_model_fsdp_0/__0_0.distcp").unlink()
+    file = backup / "pytorch_model_fsdp_0/__0_0.distcp"
+    good = file.read_bytes()
+    assert b" rank=0\n" in good[:64]
+    file.write_bytes(good[:64].replace(b" rank=0\n", b" rank=1\n") + good[64:])
+    (fault,) = unchanged(tmp_path / "step", replica=backup).faults
+    assert "is of rank 1" in fault.why
+
+
 def test_safetensors_of_a_set(tmp_path: Path) -> None:
     """They carry no checksums: the other files of the set have to be the same in every byte."""
     tensors = [{"a": torch.arange(10.0)}, {"b": torch.arange(20.0)}]
@@ -344,6 +439,7 @@ def test_safetensors_of_a_set(tmp_path: Path) -> None:
         (tmp_path / place).mkdir()
         for number, content in enumerate(tensors, 1):
             save_file(content, tmp_path / place / f"model-{number:05}-of-00002.safetensors")
+        torch.save({"state": torch.arange(30.0)}, tmp_path / place / "optimizer.pt")
     repair(tmp_path / "c", apply=True)
     (tmp_path / "c/model-00002-of-00002.safetensors").unlink()
     mend(tmp_path / "c", lambda folder: assert_same(load_file(folder / "model-00002-of-00002.safetensors"), tensors[1]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,17 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from fsdp_ckpt import inspect, latest_complete
+from fsdp_ckpt.catalog import DTYPES, Shape
+from fsdp_ckpt.codec.dcp_metadata import DcpMetadata, DcpTensor, StorageInfo
 from fsdp_ckpt.errors import CheckpointNotFound, NotEnoughSpace, UnknownLayout, UsageError
 from fsdp_ckpt.layouts.manifest import read_manifest
 from fsdp_ckpt.ops.list_run import list_run
 from fsdp_ckpt.ops.prune_run import prune_run
 from fsdp_ckpt.ops.repair import repair
+from fsdp_ckpt.ops.repairs import survey
+from fsdp_ckpt.ops.repairs.actions import Findings
+from fsdp_ckpt.ops.repairs.look import Look
+from fsdp_ckpt.ops.repairs.union import unite
 from fsdp_ckpt.store.local import Folder, LocalStore
 from tests.build import rows, save_dcp
 from tests.compat.judges import read_with_torch
@@ -129,6 +137,102 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tree(tmp_path) == before
 
 
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part, say: found before anything is written."""
+    path = tmp_path / "run/step-3"
+    save_own(path)
+    with_path_of_python_313(path)
+    before, real = tree(path), os.access
+    monkeypatch.setattr(
+        os, "access", lambda name, mode: real(name, mode) and not str(name).endswith("pytorch_model_fsdp_0")
+    )
+    with pytest.raises(UsageError, match="cannot be written to") as error:
+        repair(path, apply=True, for_torch="2.9")
+    assert error.value.hint == f"ls -ld {path}/pytorch_model_fsdp_0"
+    assert tree(path) == before
+    assert os.listdir(tmp_path / "run") == ["step-3"]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_owner_stays(allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy(EDGE / "py3112", tmp_path / "c")
+    given: list[tuple[int, int]] = []
+
+    def fchown(_: int, user: int, group: int) -> None:
+        given.append((user, group))
+        if not allowed:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    status = list((folder / ".metadata").stat())
+    status[4:6] = [4711, 4712]
+    monkeypatch.setattr(os, "fchown", fchown)
+    real = Path.lstat
+    monkeypatch.setattr(
+        Path, "lstat", lambda path: os.stat_result(status) if path == folder / ".metadata" else real(path)
+    )
+    report = repair(folder, apply=True, for_torch="2.9")
+    assert given == [(4711, 4712)]
+    assert report.whole
+    assert any("4711:4712" in note for note in report.notes) is not allowed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_root_gives_files_to_their_owner(tmp_path: Path) -> None:
+    path = tmp_path / "run/step-3"
+    save_own(path)
+    backup = copy(path, tmp_path / "backup")
+    for file in (path, *path.rglob("*")):
+        os.chown(file, 4711, 4712)
+    shutil.rmtree(path / "optimizer_0")
+    (path / "pytorch_model_fsdp_0/__0_0.distcp").write_bytes(b"x")
+    assert repair(path, apply=True, replica=backup).whole
+    assert (path / ".before-repair-1/pytorch_model_fsdp_0/__0_0.distcp").exists()
+    for file in path.rglob("*"):
+        assert (file.stat().st_uid, file.stat().st_gid) == (4711, 4712), file
+
+
+def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a killed repair comes first, and nothing else is looked at."""
+    folder = copy(EDGE / "stale", tmp_path / "c")
+    kept: list[LocalStore] = []
+
+    def unfinished(look: Look) -> bool:
+        kept.append(look.root.store)
+        with look.root.store.descriptor("__0_0.distcp") as fd:
+            assert os.readlink(f"/proc/self/fd/{fd}") == str(folder / "__0_0.distcp")
+        return True
+
+    monkeypatch.setattr(survey, "finish_interrupted", unfinished)
+    repair(folder)
+    assert kept
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert str(folder / "__0_0.distcp") not in [os.readlink(link) for link in links if os.path.lexists(link)]
+
+
+def test_many_faults_are_not_compared_with_each_other() -> None:
+    findings, start = Findings(), time.perf_counter()
+    for number in range(30_000):
+        findings.fault(f"file-{number}", "damaged")
+        findings.note(f"note {number}")
+    findings.fault("file-0", "damaged")
+    assert len(findings.faults) == len(findings.notes) == 30_000
+    assert time.perf_counter() - start < 5
+
+
+def test_metadata_of_many_ranks_are_not_compared_with_each_other() -> None:
+    number, ranks = 20_000, dict[str, DcpMetadata | None]()
+    for rank in range(number):
+        tensor = DcpTensor(dtype=DTYPES["float32"], shape=(number,), chunks=[((rank,), (1,))])
+        storage: dict[tuple[str, Shape | None], StorageInfo] = {("w", (rank,)): (f"__{rank}_0.distcp", 0, 4, ())}
+        ranks[f"__{rank}.metadata"] = DcpMetadata(
+            tensors={"w": tensor}, objects=[f"o{rank}"], paths={}, storage=storage, writer="torch"
+        )
+    start = time.perf_counter()
+    metadata, _ = unite(ranks)
+    assert time.perf_counter() - start < 4
+    assert len(metadata.tensors["w"].chunks) == len(metadata.objects) == number
+
+
 def test_links_that_are_called_like_our_unfinished_files(tmp_path: Path) -> None:
     folder = copy(EDGE / "py3112", tmp_path / "c")
     victim = tmp_path / "victim"
@@ -205,14 +309,17 @@ def test_a_broken_manifest_is_told(tmp_path: Path) -> None:
 
 
 def test_a_repair_that_died_without_a_manifest(tmp_path: Path) -> None:
-    """It takes the manifest away first, when that will have to change: the next one writes what it owed."""
+    """A manifest in a backup is taken if all is as it lists, and no file is believed that is not."""
     path = tmp_path / "run/step-3"
     model, _ = save_own(path)
     metadata = path / "pytorch_model_fsdp_0/.metadata"
     (path / ".before-repair-1/pytorch_model_fsdp_0").mkdir(parents=True)
     shutil.copy(metadata, path / ".before-repair-1/pytorch_model_fsdp_0")
     (path / "fsdp_ckpt.json").rename(path / ".before-repair-1/fsdp_ckpt.json")
-    metadata.write_bytes(metadata.read_bytes() + b"x")  # new content, which readers take
+    good = metadata.read_bytes()
+    metadata.write_bytes(good + b"x")  # content that readers take, and that nobody has written down
+    assert "does not list what is here" in unchanged(path).faults[0].why
+    metadata.write_bytes(good)
     said = mend(path, loads_as(model))
     assert kinds(said) == [("finish-swap", "write", "fsdp_ckpt.json")]
     assert latest_complete(tmp_path / "run") == path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch import nn
 
-from fsdp_ckpt import merge
+from fsdp_ckpt import merge, save_state
+from fsdp_ckpt.codec.dcp_metadata import read_metadata
+from fsdp_ckpt.codec.dcp_metadata_writer import write_metadata
 from fsdp_ckpt.errors import Incompatible, UsageError
 from fsdp_ckpt.ops.repair import repair
 from tests.build import assert_same, rows, save_dcp
@@ -348,6 +352,72 @@ def test_nothing_to_go_by(tmp_path: Path) -> None:
     (fault,) = unchanged(folder).faults
     assert "names of the tensors are nowhere" in fault.why
     assert "--like" in str(fault.hint)
+
+
+def _with_names_of_another_model(path: Path, other: Path) -> Path:
+    """Copy a checkpoint of ours, without its manifest, with other names of the same lengths."""
+    shutil.copytree(path, other)
+    (other / "fsdp_ckpt.json").unlink()
+    file = other / "pytorch_model_fsdp_0/.metadata"
+    metadata = read_metadata(file.read_bytes(), where="x")
+
+    def name(key: str) -> str:
+        return key.replace("weight", "thgiew")
+
+    file.write_bytes(
+        write_metadata(
+            replace(
+                metadata,
+                tensors={name(key): tensor for key, tensor in metadata.tensors.items()},
+                paths={name(key): tuple(name(key).split(".")) for key in metadata.paths},
+                storage={(name(key), box): info for (key, box), info in metadata.storage.items()},
+            )
+        )
+    )
+    return other
+
+
+@pytest.mark.parametrize("option", ["like", "replica"])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_names_that_are_not_those_of_the_manifest(option: str, has_optimizer: bool, tmp_path: Path) -> None:
+    """The manifest has the CRC-32 of what was saved: it is never changed to fit another model's names."""
+    path = tmp_path / "run/step-1"
+    model = nn.Linear(6, 5)
+    save_state(path, model, *([torch.optim.AdamW(model.parameters())] if has_optimizer else []), durable=False)
+    other = _with_names_of_another_model(path, tmp_path / "other")
+    expected = read_with_torch(path / "pytorch_model_fsdp_0")
+    good = copy(path, tmp_path / "good")
+    (good / "fsdp_ckpt.json").unlink()
+    (path / "pytorch_model_fsdp_0/.metadata").unlink()
+    (fault,) = unchanged(path, **{option: other}).faults
+    assert "CRC-32" in fault.why
+    mend(path, lambda folder: is_read(expected)(folder / "pytorch_model_fsdp_0"), **{option: good})
+
+
+def test_unfinished_metadata_that_are_not_those_of_the_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "run/step-1"
+    save_state(path, nn.Linear(6, 5), durable=False)
+    other = _with_names_of_another_model(path, tmp_path / "other")
+    (path / "pytorch_model_fsdp_0/.metadata").unlink()
+    shutil.copy(other / "pytorch_model_fsdp_0/.metadata", path / "pytorch_model_fsdp_0/.metadata.tmp")
+    assert any("lists another CRC-32" in fault.why for fault in unchanged(path).faults)
+
+
+def test_names_that_the_optimizer_does_not_have(tmp_path: Path) -> None:
+    """Without a manifest, what the optimizer beside it says still tells models apart."""
+    path = tmp_path / "run/step-1"
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    save_state(path, model, optimizer, durable=False)
+    other = _with_names_of_another_model(path, tmp_path / "other")
+    (path / "fsdp_ckpt.json").unlink()
+    good, expected = copy(path, tmp_path / "good"), read_with_torch(path / "pytorch_model_fsdp_0")
+    (path / "pytorch_model_fsdp_0/.metadata").unlink()
+    (fault,) = unchanged(path, like=other).faults
+    assert "the optimizer has state of `weight`" in fault.why
+    mend(path, lambda folder: is_read(expected)(folder / "pytorch_model_fsdp_0"), like=good)
 
 
 # ---------------------------------------------------------------------------------------------------- safetensors items

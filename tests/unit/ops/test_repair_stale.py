@@ -74,7 +74,6 @@ INDEX_DAMAGE: dict[str, Callable[[Path], Any]] = {
     "a tensor is not listed": lambda path: edit(path, lambda data: data["weight_map"].pop("b")),
     "another file": lambda path: edit(path, lambda data: data["weight_map"].update(a=data["weight_map"]["b"])),
     "a file that is not there": lambda path: edit(path, lambda data: data["weight_map"].update(a="x.safetensors")),
-    "total_size": lambda path: edit(path, lambda data: data["metadata"].update(total_size=7)),
 }
 
 
@@ -84,6 +83,25 @@ def test_an_index_is_made_from_headers(name: str, tmp_path: Path) -> None:
     INDEX_DAMAGE[name](tmp_path / "c/model.safetensors.index.json")
     said = mend(tmp_path / "c", lambda folder: loads_by_index(folder, A | B | C))
     assert kinds(said) == [("rebuild-index", "write", "model.safetensors.index.json")]
+
+
+def test_a_wrong_sum_alone_is_told_and_left(tmp_path: Path) -> None:
+    shards(tmp_path / "c", A, B, C)
+    edit(tmp_path / "c/model.safetensors.index.json", lambda data: data["metadata"].update(total_size=7))
+    before = tree(tmp_path)
+    report = repair(tmp_path / "c", apply=True)
+    assert (report.actions, report.whole) == ([], True)
+    assert any("total_size is 7" in note for note in report.notes)
+    assert tree(tmp_path) == before
+
+
+def test_half_a_character_in_an_index(tmp_path: Path) -> None:
+    """JSON can say it, UTF-8 cannot."""
+    shards(tmp_path / "c", A, B)
+    index = tmp_path / "c/model.safetensors.index.json"
+    edit(index, lambda data: (data["metadata"].update(x="\ud800"), data["weight_map"].pop("a")))
+    mend(tmp_path / "c", lambda folder: loads_by_index(folder, A | B))
+    assert json.loads(index.read_text())["metadata"]["x"] == "\ud800"
 
 
 def test_what_else_an_index_says_is_kept(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from fsdp_ckpt.errors import DestinationExists
 from fsdp_ckpt.ops.repair import repair
 from fsdp_ckpt.store.leftovers import LOCK, hold, set_aside, staging_name
 from fsdp_ckpt.store.publish import place_identity
-from tests.cli.tool import snapshot
+from tests.cli.tool import flip, snapshot
 from tests.unit.ops.made_shards import A, B, shards
 from tests.unit.ops.mended import copy, kinds, mend, moved_away, relist, tree
 from tests.unit.ops.test_repair_boxes import loads_as, save_own
@@ -160,3 +161,40 @@ def test_locks_that_nobody_holds(tmp_path: Path) -> None:
     assert repair(path).whole
     os.close(fd)
     assert kinds(mend(path, loads_as(model))) == [("drop-stale", "set aside", LOCK)]
+
+
+def _replaced(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A checkpoint that replaced another one, which is still there; and a copy of it."""
+    path = tmp_path / "run/step-3"
+    save_own(path)
+    save_own(tmp_path / "older")
+    relist(tmp_path / "older", created="2020-01-01T00:00:00+00:00")
+    old = path.with_name(staging_name(path.name, place_identity(path)) + ".old")
+    (tmp_path / "older").rename(old)
+    return path, old, copy(path, tmp_path / "backup")
+
+
+def test_the_replaced_one_stays_while_the_new_one_is_damaged(tmp_path: Path) -> None:
+    """Damage that only reading everything shows: sizes are as listed."""
+    path, old, backup = _replaced(tmp_path)
+    whole = tree(old)
+    flip(path / "pytorch_model_fsdp_0/__0_0.distcp")
+    report = repair(path, apply=True)
+    assert not report.whole
+    assert report.actions == []
+    assert tree(old) == whole
+    assert any(str(old) in note and "stays" in note for note in report.notes)
+    done = repair(path, apply=True, replica=backup)
+    assert done.whole
+    assert [what for _, what, _ in kinds(done)] == ["write", "remove"], "once all was looked at again"
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("options", [{"verify": False}, {"only": ["finish-swap"]}])
+def test_nothing_is_removed_unless_everything_was_read(options: dict[str, Any], tmp_path: Path) -> None:
+    path, old, _ = _replaced(tmp_path)
+    flip(path / "pytorch_model_fsdp_0/__0_0.distcp")
+    report = repair(path, apply=True, **options)
+    assert report.actions == []
+    assert old.is_dir()
+    assert any("not read to the last byte" in note for note in report.notes)

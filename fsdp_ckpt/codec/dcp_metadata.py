@@ -18,7 +18,7 @@ from fsdp_ckpt.codec.known import PLAIN, record, records
 from fsdp_ckpt.codec.pickles import Constructor, Global, Machine, Record
 from fsdp_ckpt.errors import MalformedFile
 
-__all__ = ["DcpMetadata", "DcpTensor", "StorageInfo", "read_metadata"]
+__all__ = ["DcpMetadata", "DcpTensor", "StorageInfo", "read_metadata", "unpickle_metadata"]
 
 _BULK_BYTES = 1 << 18
 """Below this the ordinary machine is done before the patterns are compiled."""
@@ -68,20 +68,37 @@ def read_metadata(data: bytes, *, where: str) -> DcpMetadata:
         UnsafePickle: It refers to a global that no known writer uses.
         MalformedFile: It is broken, or it is a pickle of something else.
     """
-    if not data:
-        raise MalformedFile(f"{where}: the file is empty")
-    try:
-        root = BulkMachine(data, _known(bulk=len(data) > _BULK_BYTES), where=where).run()
-    except NeedsPlainRunError:
-        root = Machine(data, _known(bulk=False), where=where).run()
-    if not isinstance(root, Record) or not root.cls.endswith("Metadata"):
-        raise MalformedFile(f"{where}: not the metadata of a distributed checkpoint")
+    root = unpickle_metadata(data, where=where)
     try:
         return _convert(root, where)
     except (AttributeError, TypeError, KeyError, ValueError, IndexError, RecursionError) as error:
         if isinstance(error, MalformedFile):
             raise
         raise MalformedFile(f"{where}: unexpected structure: {error}") from error
+
+
+def unpickle_metadata(
+    data: bytes, *, where: str, watch: Callable[[dict[str, Global]], dict[str, Global]] = lambda known: known
+) -> Record:
+    """Return what a ``.metadata`` file holds as it was pickled.
+
+    Args:
+        data: Its bytes.
+        where: Its name, for messages.
+        watch: Given the globals that may occur, returns what they are looked up in; for each attempt anew.
+
+    Raises:
+        As ``read_metadata``.
+    """
+    if not data:
+        raise MalformedFile(f"{where}: the file is empty")
+    try:
+        root = BulkMachine(data, watch(_known(bulk=len(data) > _BULK_BYTES)), where=where).run()
+    except NeedsPlainRunError:
+        root = Machine(data, watch(_known(bulk=False)), where=where).run()
+    if not isinstance(root, Record) or not root.cls.endswith("Metadata"):
+        raise MalformedFile(f"{where}: not the metadata of a distributed checkpoint")
+    return root
 
 
 def _convert(root: Record, where: str) -> DcpMetadata:

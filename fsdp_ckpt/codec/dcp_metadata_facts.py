@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_ckpt.codec.dcp_bulk import BulkMachine, NeedsPlainRunError
-from fsdp_ckpt.codec.dcp_metadata import _BULK_BYTES, _known
-from fsdp_ckpt.codec.pickles import Global, Machine, Record
+from fsdp_ckpt.codec.dcp_metadata import unpickle_metadata
+from fsdp_ckpt.codec.pickles import Global, Record
 from fsdp_ckpt.errors import MalformedFile
 
 __all__ = ["MetadataFacts", "read_facts"]
@@ -50,12 +49,13 @@ def read_facts(data: bytes, *, where: str) -> MetadataFacts:
         UnsafePickle: It refers to a global that no known writer uses.
         MalformedFile: It is broken.
     """
-    known = _Watched(_known(bulk=len(data) > _BULK_BYTES))
-    try:
-        root = BulkMachine(data, known, where=where).run()
-    except NeedsPlainRunError:
-        known = _Watched(_known(bulk=False))
-        root = Machine(data, known, where=where).run()
+    watched: list[_Watched] = []
+
+    def watch(known: dict[str, Global]) -> _Watched:
+        watched.append(_Watched(known))
+        return watched[-1]
+
+    root = unpickle_metadata(data, where=where, watch=watch)
     try:
         items = root.get("state_dict_metadata").values()
         tensors = (item.get("properties") for item in items if not item.cls.endswith("BytesStorageMetadata"))
@@ -65,5 +65,5 @@ def read_facts(data: bytes, *, where: str) -> MetadataFacts:
     except (AttributeError, TypeError) as error:
         raise MalformedFile(f"{where}: unexpected structure: {error}") from None
     return MetadataFacts(
-        globals=frozenset(known.seen), fields=fields, save_id=save_id if isinstance(save_id, str) else None
+        globals=frozenset(watched[-1].seen), fields=fields, save_id=save_id if isinstance(save_id, str) else None
     )

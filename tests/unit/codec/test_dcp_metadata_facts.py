@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_ckpt.codec import dcp_metadata, dcp_metadata_facts
+from fsdp_ckpt.codec import dcp_metadata
 from fsdp_ckpt.codec.dcp_metadata_facts import read_facts
 from fsdp_ckpt.errors import MalformedFile, UnsafePickle
 from tests.unit.codec.test_dcp_metadata import FILES, FIXTURES, NEWER
@@ -38,8 +38,7 @@ def _globals(data: bytes) -> set[str]:
 @pytest.mark.parametrize("bulk", [True, False])
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FIXTURES)))
 def test_files_of_torch(path: Path, bulk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dcp_metadata, dcp_metadata_facts):
-        monkeypatch.setattr(module, "_BULK_BYTES", 0 if bulk else 1 << 40)
+    monkeypatch.setattr(dcp_metadata, "_BULK_BYTES", 0 if bulk else 1 << 40)
     data = path.read_bytes()
     facts = read_facts(data, where="f")
     assert facts.globals == _globals(data)

@@ -141,7 +141,7 @@ def validate(
     if world_size is not None and world_size < 1:
         raise UsageError(f"a world size of {world_size}", hint="a job has at least one rank")
     checkpoint = read_checkpoint([first, *others], tolerant=True)
-    run = _Validation(checkpoint, chosen, jobs or min(4, len(os.sched_getaffinity(0))), listener)
+    run = _Validation(checkpoint, chosen, jobs or min(4, os.cpu_count() or 1), listener)
     problems = list(run.find())
     found_values: list[TensorValues] = []
     if values:

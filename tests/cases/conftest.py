@@ -35,3 +35,16 @@ def run_folder(built: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint-2000"
     shutil.copytree(built / "p22", folder)
     return folder
+
+
+@pytest.fixture
+def root(built: Path, tmp_path: Path) -> Path:
+    """P25's run folder: only step-100 is complete."""
+    folder = tmp_path / "root"
+    for step in (100, 200):
+        shutil.copytree(built / "p22/pytorch_model_fsdp_0", folder / f"step-{step}")
+    (folder / "step-200/.metadata").rename(folder / "step-200/.metadata.tmp")
+    (folder / "step-300").mkdir()
+    (folder / "step-400").mkdir()
+    shutil.copy(folder / "step-100/.metadata", folder / "step-400/.metadata")
+    return folder

@@ -17,19 +17,6 @@ from tests.cases.check import assert_same, bits, load, merge_and_load, run
 from tests.cases.models import Mlp, reference
 
 
-@pytest.fixture
-def root(built: Path, tmp_path: Path) -> Path:
-    """P25's run folder: only step-100 is complete."""
-    folder = tmp_path / "root"
-    for step in (100, 200):
-        shutil.copytree(built / "p22/pytorch_model_fsdp_0", folder / f"step-{step}")
-    (folder / "step-200/.metadata").rename(folder / "step-200/.metadata.tmp")
-    (folder / "step-300").mkdir()
-    (folder / "step-400").mkdir()
-    shutil.copy(folder / "step-100/.metadata", folder / "step-400/.metadata")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("step", "error", "reason"),
     [

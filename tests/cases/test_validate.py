@@ -39,19 +39,6 @@ def test_p05_shards_without_elements_are_no_error(form: str, built: Path) -> Non
     assert report["checked"]["unverified_bytes"] == 0
 
 
-@pytest.fixture
-def root(built: Path, tmp_path: Path) -> Path:
-    """P25's run folder: only step-100 is complete."""
-    folder = tmp_path / "root"
-    for step in (100, 200):
-        shutil.copytree(built / "p22/pytorch_model_fsdp_0", folder / f"step-{step}")
-    (folder / "step-200/.metadata").rename(folder / "step-200/.metadata.tmp")
-    (folder / "step-300").mkdir()
-    (folder / "step-400").mkdir()
-    shutil.copy(folder / "step-100/.metadata", folder / "step-400/.metadata")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("step", "reasons"),
     [

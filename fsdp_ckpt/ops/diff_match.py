@@ -11,7 +11,8 @@ from fsdp_ckpt.ops.diff_objects import compare_leaves, read_leaves, spread_group
 from fsdp_ckpt.ops.diff_report import Change, ObjectDiff, PartDiff, TensorDiff
 from fsdp_ckpt.ops.diff_values import Leaf
 from fsdp_ckpt.ops.ties import find_aliases, tie
-from fsdp_ckpt.plan.merge import OutputTensor, Selection, find_tie_candidates
+from fsdp_ckpt.plan.merge import Selection, find_tie_candidates
+from fsdp_ckpt.plan.output import OutputTensor
 from fsdp_ckpt.run.sides import Side, TensorPair
 
 __all__ = ["PartMatch", "match_objects", "match_tensors"]

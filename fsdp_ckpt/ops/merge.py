@@ -18,7 +18,8 @@ from fsdp_ckpt.ops.merge_plan import MergeOptions, MergePlan, plan_merge
 from fsdp_ckpt.ops.preflight import check_destination, check_space
 from fsdp_ckpt.ops.remove_source import check_removable, remove_source, verify_output
 from fsdp_ckpt.ops.share import all_done, note_done, publish_lock
-from fsdp_ckpt.plan.merge import OutputFile, split_files
+from fsdp_ckpt.plan.merge import split_files
+from fsdp_ckpt.plan.output import OutputFile
 from fsdp_ckpt.run.copy import Copier
 from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
 from fsdp_ckpt.run.progress import Listener, Meter

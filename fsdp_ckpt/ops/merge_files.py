@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_ckpt.codec.safetensors import plan_header
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, lay_out_archive, seal_archive
-from fsdp_ckpt.plan.merge import OutputFile
+from fsdp_ckpt.plan.output import OutputFile
 from fsdp_ckpt.run.copy import CopyTask, cut_tasks
 from fsdp_ckpt.run.engine import OutputSpec
 

@@ -8,7 +8,8 @@ from typing import Any
 from fsdp_ckpt.catalog import Chunk
 from fsdp_ckpt.plan.boxes import bands
 from fsdp_ckpt.plan.extents import same_bytes
-from fsdp_ckpt.plan.merge import OutputTensor, Selection, find_tie_candidates
+from fsdp_ckpt.plan.merge import Selection, find_tie_candidates
+from fsdp_ckpt.plan.output import OutputTensor
 from fsdp_ckpt.run.sources import Sources
 
 __all__ = ["find_aliases", "tie"]

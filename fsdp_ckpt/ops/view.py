@@ -12,7 +12,7 @@ from fsdp_ckpt.errors import Incompatible, UsageError
 from fsdp_ckpt.layouts.registry import PathLike
 from fsdp_ckpt.ops.merge_plan import plan_merge
 from fsdp_ckpt.plan.boxes import intersect
-from fsdp_ckpt.plan.merge import OutputTensor
+from fsdp_ckpt.plan.output import OutputTensor
 from fsdp_ckpt.run.sources import Sources
 
 if TYPE_CHECKING:

@@ -9,39 +9,15 @@ from dataclasses import dataclass, field
 from fsdp_ckpt.catalog import DType, TensorEntry
 from fsdp_ckpt.errors import NameCollision, UsageError
 from fsdp_ckpt.names import Rename, clean_fqn, glob_filter
+from fsdp_ckpt.plan.output import OutputFile, OutputTensor
 
-__all__ = ["OutputFile", "OutputTensor", "Selection", "find_tie_candidates", "select_tensors", "split_files"]
+__all__ = ["Selection", "find_tie_candidates", "select_tensors", "split_files"]
 
 _HEADER_LIMIT = 90_000_000
 _EMBEDDING = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|embeddings?|embed|shared|token_embedding)\.weight"
 )
 _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|output|embed_out|output_layer|output_projection|decoder)\.weight")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputTensor:
-    """A tensor to write.
-
-    Attributes:
-        name: Its name in the result.
-        dtype: Its element type in the result.
-        source: Where it comes from.
-    """
-
-    name: str
-    dtype: DType
-    source: TensorEntry
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the result."""
-        return self.source.numel * self.dtype.itemsize
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether elements are converted."""
-        return self.dtype != self.source.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +40,6 @@ class Selection:
         """Return the selection with the keys of ``tied`` dropped in favour of their values."""
         kept = [tensor for tensor in self.tensors if tensor.name not in tied]
         return Selection(tensors=kept, renamed=self.renamed, excluded=self.excluded, tied=dict(tied))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFile:
-    """A file of the result: its name and the tensors in it."""
-
-    name: str
-    tensors: Sequence[OutputTensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def select_tensors(
@@ -140,7 +103,7 @@ def find_tie_candidates(tensors: Sequence[OutputTensor]) -> tuple[OutputTensor, 
         (embedding, head)
         for head in heads
         for embedding in embeddings
-        if embedding.source.shape == head.source.shape and embedding.source.dtype == head.source.dtype
+        if embedding.shape == head.shape and embedding.source.dtype == head.source.dtype
     ]
     return pairs[0] if len(pairs) == 1 else None
 
@@ -163,7 +126,7 @@ def split_files(tensors: Sequence[OutputTensor], *, max_shard_bytes: int, patter
         if tensor.num_bytes > max_shard_bytes:
             groups.append([tensor])
             continue
-        entry = 120 + 2 * len(tensor.name) + 22 * len(tensor.source.shape)
+        entry = 120 + 2 * len(tensor.name) + 22 * len(tensor.shape)
         if current and (size + tensor.num_bytes > max_shard_bytes or header + entry > _HEADER_LIMIT):
             groups.append(current)
             current, size, header = [], 0, 0

@@ -47,6 +47,10 @@ class CopyTask:
     position: int
     num_bytes: int
 
+    def carry_out(self, copier: Copier, fd: int) -> TaskResult:
+        """Write it, see ``Copier.run``."""
+        return copier.run(self, fd)
+
 
 @dataclass(slots=True)
 class TaskResult:

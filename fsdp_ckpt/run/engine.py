@@ -10,14 +10,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from fsdp_ckpt.errors import NotEnoughSpace
 from fsdp_ckpt.run.checksum import checksum_range, combine_crc
-from fsdp_ckpt.run.copy import CancelledError, Copier, CopyTask, TaskResult
+from fsdp_ckpt.run.copy import CancelledError, Copier, TaskResult
 from fsdp_ckpt.store.publish import Staging, current_umask
 from fsdp_ckpt.store.syscalls import write_all
 
-__all__ = ["FileResult", "OutputSpec", "write_files"]
+__all__ = ["FileResult", "OutputSpec", "Task", "write_files"]
+
+
+class Task(Protocol):
+    """Writes one unbroken run of an output file: ``num_bytes`` from ``position`` on."""
+
+    @property
+    def position(self) -> int:
+        """Byte in the output file at which the run begins."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+
+    def carry_out(self, copier: Copier, fd: int) -> TaskResult:
+        """Write it.
+
+        Args:
+            copier: Has the sources, the buffers, and what is told about progress.
+            fd: Descriptor of the output file.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +58,7 @@ class OutputSpec:
     size: int
     head: bytes
     ranges: Mapping[str, tuple[int, int]]
-    tasks: Callable[[], Iterator[tuple[str, CopyTask]]]
+    tasks: Callable[[], Iterator[tuple[str, Task]]]
     seal: Callable[[Mapping[str, int]], Sequence[tuple[int, bytes]]] | None = None
 
 
@@ -52,7 +73,7 @@ class FileResult:
     recovered: list[str] = field(default_factory=list)
     runs: dict[str, list[tuple[int, int, int | None]]] = field(default_factory=dict)
 
-    def add(self, name: str, task: CopyTask, result: TaskResult, *, keep_crc: bool) -> None:
+    def add(self, name: str, task: Task, result: TaskResult, *, keep_crc: bool) -> None:
         """Count a task; its position, length and CRC-32 are kept until those of the tensor are put together."""
         self.verified_bytes += result.verified_bytes
         self.shared_bytes += result.shared_bytes
@@ -107,7 +128,7 @@ class _Engine:
                 if item is None:
                     return
                 output, name, task = item
-                result = None if task is None else self.copier.run(task, output.fd)
+                result = None if task is None else task.carry_out(self.copier, output.fd)
                 with self.lock:
                     if task is not None and result is not None:
                         keep_crc = output.spec.seal is not None or self.need_crcs
@@ -123,7 +144,7 @@ class _Engine:
                 self.error = self.error or error
             self.copier.stop.set()
 
-    def issue(self) -> Iterator[tuple[_Output, str, CopyTask | None]]:
+    def issue(self) -> Iterator[tuple[_Output, str, Task | None]]:
         """Yield the tasks of one file after the other; a last one without task ends each file."""
         for spec in self.specs:
             output = _Output(spec, self.staging.part_file(spec.name))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fsdp_ckpt.catalog import TensorEntry
 from fsdp_ckpt.codec.safetensors import plan_header
-from fsdp_ckpt.plan.merge import OutputFile, OutputTensor, split_files
+from fsdp_ckpt.plan.merge import split_files
+from fsdp_ckpt.plan.output import OutputFile, OutputTensor
 from fsdp_ckpt.store.publish import Staging, resolve_destination
 from fsdp_ckpt.store.syscalls import write_all
 from fsdp_ckpt.train.destination import check_replaceable_model, local_path

@@ -10,7 +10,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from fsdp_ckpt.catalog import DTYPES, Chunk, Shape, TensorEntry
 from fsdp_ckpt.errors import NameCollision, UsageError
 from fsdp_ckpt.names import parse_rename
-from fsdp_ckpt.plan.merge import OutputTensor, Selection, find_tie_candidates, select_tensors, split_files
+from fsdp_ckpt.plan.merge import Selection, find_tie_candidates, select_tensors, split_files
+from fsdp_ckpt.plan.output import OutputTensor
 
 PATTERN = "model{suffix}.safetensors"
 

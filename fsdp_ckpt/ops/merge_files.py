@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsdp_ckpt.codec.safetensors import plan_header
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, lay_out_archive, seal_archive
 from fsdp_ckpt.plan.output import OutputFile
-from fsdp_ckpt.run.copy import CopyTask, cut_tasks
-from fsdp_ckpt.run.engine import OutputSpec
+from fsdp_ckpt.run.engine import OutputSpec, Task
+from fsdp_ckpt.run.tasks import cut_tasks
 
 __all__ = ["PATTERNS", "index_json", "lay_out_bin", "lay_out_safetensors"]
 
@@ -64,7 +64,7 @@ def lay_out_bin(file: OutputFile, tied: Mapping[str, str]) -> OutputSpec:
     )
 
 
-def _tasks(file: OutputFile, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, CopyTask]]:
+def _tasks(file: OutputFile, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Task]]:
     for tensor in sorted(file.tensors, key=lambda tensor: ranges[tensor.name]):
         for task in cut_tasks(tensor.source, tensor.dtype, position=ranges[tensor.name][0]):
             yield tensor.name, task

@@ -8,48 +8,26 @@ source and target are aligned, the run is shared instead and no byte is read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp_ckpt.catalog import Chunk, DType, TensorEntry
 from fsdp_ckpt.errors import ChecksumMismatch, MalformedFile
-from fsdp_ckpt.plan.boxes import Box, bands, is_contiguous_in, linear_offset
+from fsdp_ckpt.plan.boxes import bands
 from fsdp_ckpt.run.checksum import BLOCK_BYTES, check_crc, combine_crc, crc32, verify_record
+from fsdp_ckpt.run.ledger import Ledger
 from fsdp_ckpt.run.progress import Meter
+from fsdp_ckpt.run.runs import Run, find_runs, is_read_in_order
 from fsdp_ckpt.run.sources import Located, Sources
+from fsdp_ckpt.run.tasks import CopyTask
+from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.store.syscalls import SHARE_ALIGNMENT, clone_range, read_into, start_writeback, write_all
 
-__all__ = ["CancelledError", "Copier", "CopyTask", "TaskResult", "cut_tasks"]
+__all__ = ["CancelledError", "Copier", "TaskResult"]
 
-_SPLIT_BYTES = 32 << 20
 _WRITEBACK_BYTES = 8 << 20
 _BAND_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyTask:
-    """One unbroken run of the result.
-
-    Attributes:
-        tensor: The tensor that it belongs to.
-        dtype: Element type of the result.
-        box: The part of the tensor, a run of its row-major order.
-        chunks: Chunks that hold the box (and perhaps more).
-        position: Byte in the output file at which the run begins.
-        num_bytes: Its length.
-    """
-
-    tensor: TensorEntry
-    dtype: DType
-    box: Box
-    chunks: Sequence[Chunk]
-    position: int
-    num_bytes: int
-
-    def carry_out(self, copier: Copier, fd: int) -> TaskResult:
-        """Write it, see ``Copier.run``."""
-        return copier.run(self, fd)
 
 
 @dataclass(slots=True)
@@ -71,32 +49,6 @@ class TaskResult:
     recovered: list[str] = field(default_factory=list)
 
 
-def cut_tasks(tensor: TensorEntry, dtype: DType, *, position: int) -> Iterator[CopyTask]:
-    """Yield the tasks that write a tensor at byte ``position`` of a file.
-
-    Large tensors of row-block shards become a task per shard, so that several workers share them.
-    """
-    shape, itemsize = tensor.shape, dtype.itemsize
-    chunks = [chunk for chunk in tensor.chunks if chunk.numel]
-    whole = (0,) * len(shape), shape
-    num_bytes = tensor.numel * itemsize
-    if not num_bytes:
-        return
-    boxes = [(chunk.offsets, chunk.lengths) for chunk in chunks]
-    if (num_bytes <= _SPLIT_BYTES and len(chunks) > 1) or not all(is_contiguous_in(box, shape) for box in boxes):
-        yield CopyTask(tensor=tensor, dtype=dtype, box=whole, chunks=chunks, position=position, num_bytes=num_bytes)
-        return
-    for box, chunk in sorted(zip(boxes, chunks, strict=True), key=lambda pair: pair[0]):
-        yield CopyTask(
-            tensor=tensor,
-            dtype=dtype,
-            box=box,
-            chunks=(chunk,),
-            position=position + linear_offset(box[0], shape) * itemsize,
-            num_bytes=chunk.numel * itemsize,
-        )
-
-
 class Copier:
     """Carries out copy tasks; may be called from several threads.
 
@@ -107,6 +59,12 @@ class Copier:
         share: Try to share blocks.
         writeback: Ask for blocks to be written to disk as they come, which makes the final fsync short.
         hash_output: Work out the CRC-32 of what is written, where the check of the source does not yield it anyway.
+
+    Attributes:
+        sources: As given.
+        meter: As given.
+        verify: As given.
+        stop: Set to make all tasks end with ``CancelledError``.
     """
 
     def __init__(
@@ -119,12 +77,13 @@ class Copier:
         writeback: bool = True,
         hash_output: bool = False,
     ) -> None:
-        self._sources = sources
-        self._meter = meter
-        self._verify = verify
+        self.sources = sources
+        self.meter = meter
+        self.verify = verify
         self._share = share
         self._writeback = writeback
         self._hash_output = hash_output
+        self._ledger = Ledger()
         self._local = threading.local()
         self.stop = threading.Event()
 
@@ -150,6 +109,17 @@ class Copier:
                 continue
             return result
 
+    def finish(self) -> int:
+        """Compare the records that were read in part only; to be called when all tasks are done.
+
+        Returns:
+            Bytes that were compared.
+
+        Raises:
+            ChecksumMismatch: One is not what was written.
+        """
+        return self._ledger.finish()
+
     def _next_best(self, task: CopyTask, error: ChecksumMismatch | MalformedFile, recovered: list[str]) -> CopyTask:
         for index, chunk in enumerate(task.chunks):
             if self._is_sound(task.tensor, chunk):
@@ -164,8 +134,8 @@ class Copier:
     def _is_copy(self, tensor: TensorEntry, chunk: Chunk, replica: Chunk) -> bool:
         """Whether a replica was written with the same bytes, as far as the recorded checksums tell."""
         try:
-            _, first = self._sources.resolve(tensor, chunk)
-            _, second = self._sources.resolve(tensor, replica)
+            _, first = self.sources.resolve(tensor, chunk)
+            _, second = self.sources.resolve(tensor, replica)
         except (ChecksumMismatch, MalformedFile):
             return False
         facts = [(raw.crc32, raw.strides, raw.conj, raw.neg, raw.stop - raw.start) for raw in (first, second)]
@@ -173,36 +143,32 @@ class Copier:
 
     def _is_sound(self, tensor: TensorEntry, chunk: Chunk) -> bool:
         try:
-            store, raw = self._sources.resolve(tensor, chunk)
+            store, raw = self.sources.resolve(tensor, chunk)
             verify_record(store, raw, key=tensor.key)
         except (ChecksumMismatch, MalformedFile):
             return False
         return True
 
     def _run(self, task: CopyTask, fd: int, result: TaskResult) -> None:
-        located = [self._sources.resolve(task.tensor, chunk) for chunk in task.chunks]
-        result.unverified = sum(chunk.crc32 is None for _, chunk in located) if self._verify else 0
+        located = [self.sources.resolve(task.tensor, chunk) for chunk in task.chunks]
+        result.unverified = sum(chunk.crc32 is None for _, chunk in located) if self.verify else 0
         cast = task.dtype != task.tensor.dtype
-        # Row blocks, one after the other, as FSDP writes them.
-        in_rows = all(chunk.strides is None and not chunk.conj and not chunk.neg for _, chunk in located) and all(
-            is_contiguous_in((chunk.offsets, chunk.lengths), task.tensor.shape) for chunk in task.chunks
-        )
-        if not in_rows:
+        runs = find_runs(task, located)
+        if runs is None:
             self._gather(task, fd, located, result, cast=cast)
             return
-        located.sort(key=lambda item: item[1].offsets)
         position = task.position
         crc: int | None = 0
-        for number, store_chunk in enumerate(located):
-            num_bytes = store_chunk[1].numel * task.dtype.itemsize
-            if not cast and self._share and self._try_share(fd, store_chunk, position):
+        for number, run in enumerate(runs):
+            num_bytes = run.num_bytes // task.tensor.dtype.itemsize * task.dtype.itemsize
+            if not cast and self._share and self._try_share(fd, run, position):
                 result.shared_bytes += num_bytes
-                self._meter.add(num_bytes)
-                crc = None
+                self.meter.add(num_bytes)
+                own = run.chunk.crc32 if run.is_record else None
             else:
-                own = self._stream(task, fd, store_chunk, position, result, cast=cast)
-                if crc is not None:
-                    crc = own if number == 0 or own is None else combine_crc(crc, own, num_bytes)
+                own = self._stream(task, fd, run, position, result, cast=cast)
+            if crc is not None:
+                crc = own if number == 0 or own is None else combine_crc(crc, own, num_bytes)
             position += num_bytes
         result.crc32 = crc
 
@@ -213,25 +179,26 @@ class Copier:
         return view
 
     def _stream(
-        self, task: CopyTask, fd: int, located: Located, position: int, result: TaskResult, *, cast: bool
+        self, task: CopyTask, fd: int, run: Run, position: int, result: TaskResult, *, cast: bool
     ) -> int | None:
-        """Copy or convert one whole row-major chunk; return the CRC-32 of what was written, where that is known."""
-        store, chunk = located
+        """Copy or convert one unbroken run; return the CRC-32 of what was written, where that is known."""
+        store, chunk, key = run.store, run.chunk, task.tensor.key
         convert = _converter(task.tensor.dtype, task.dtype) if cast else None
-        inline = self._verify and chunk.crc32 is not None and chunk.crc_range is None
-        if self._verify and not inline:
-            result.verified_bytes += verify_record(store, chunk, key=task.tensor.key)
-        hash_output = self._hash_output or (inline and convert is None)
+        hash_input = self.verify and chunk.crc32 is not None
+        if hash_input and not run.is_record and task.tensor.replicas:
+            # At once rather than when all pieces were seen: now a replica can still take its place.
+            result.verified_bytes += self._ledger.verify_once(store, chunk, key=key)
+            hash_input = False
+        hash_output = self._hash_output or (hash_input and convert is None)
         buffer, read_crc, written_crc, written = self._buffer(), 0, 0, 0
-        start, total = chunk.start, chunk.stop - chunk.start
         with store.descriptor(chunk.file) as source:
-            for done in range(0, total, BLOCK_BYTES):
+            for done in range(0, run.num_bytes, BLOCK_BYTES):
                 if self.stop.is_set():
                     raise CancelledError
-                block = buffer[: min(BLOCK_BYTES, total - done)]
-                if read_into(source, block, start + done) < len(block):
-                    raise MalformedFile(f"{chunk.file} ends within `{task.tensor.key}`")
-                if convert is not None and inline:
+                block = buffer[: min(BLOCK_BYTES, run.num_bytes - done)]
+                if read_into(source, block, run.start + done) < len(block):
+                    raise MalformedFile(f"{chunk.file} ends within `{key}`")
+                if convert is not None and hash_input:
                     read_crc = crc32(block, read_crc)
                 data = block if convert is None else convert(block)
                 if hash_output:
@@ -239,10 +206,15 @@ class Copier:
                 write_all(fd, data, position + written)
                 written += len(data)
                 self._note(fd, position, written)
-                self._meter.add(len(data))
-        if inline:
-            check_crc(chunk, written_crc if convert is None else read_crc, key=task.tensor.key)
-            result.verified_bytes += total
+                self.meter.add(len(data))
+        if hash_input:
+            crc = written_crc if convert is None else read_crc
+            if run.is_record:
+                check_crc(chunk, crc, key=key)
+                result.verified_bytes += run.num_bytes
+            else:
+                stop = run.start + run.num_bytes
+                result.verified_bytes += self._ledger.note(store, chunk, run.start, crc, stop=stop, key=key)
         return written_crc if hash_output else None
 
     def _gather(self, task: CopyTask, fd: int, located: Sequence[Located], result: TaskResult, *, cast: bool) -> None:
@@ -252,7 +224,9 @@ class Copier:
         from fsdp_ckpt.run.gather import Gatherer
 
         tensor = task.tensor
-        verify: Literal["full", "off"] = "full" if self._verify else "off"
+        verify: Literal["passing", "off"] = "passing" if self.verify else "off"
+        if self.verify:
+            located = [self._compared(task, store, chunk, result) for store, chunk in located]
         gatherer = Gatherer(tensor.key, tensor.dtype, tensor.shape, located, verify=verify)
         buffer: Any = np.empty(_BAND_BYTES, dtype=np.uint8)
         position, crc = task.position, 0
@@ -270,18 +244,23 @@ class Copier:
             write_all(fd, data, position)
             position += len(data)
             self._note(fd, task.position, position - task.position)
-            self._meter.add(len(data))
+            self.meter.add(len(data))
         gatherer.finish()
         result.verified_bytes += gatherer.verified_bytes
         result.crc32 = crc if self._hash_output else None
 
-    def _try_share(self, fd: int, located: Located, position: int) -> bool:
-        store, chunk = located
-        num_bytes = chunk.stop - chunk.start
-        if chunk.start % SHARE_ALIGNMENT or position % SHARE_ALIGNMENT or num_bytes % SHARE_ALIGNMENT:
+    def _compared(self, task: CopyTask, store: LocalStore, chunk: Chunk, result: TaskResult) -> Located:
+        """Compare a record that gathering would not read in order; it has no checksum left to look at afterwards."""
+        if is_read_in_order(chunk, task.box):
+            return store, chunk
+        result.verified_bytes += self._ledger.verify_once(store, chunk, key=task.tensor.key)
+        return store, chunk._replace(crc32=None)
+
+    def _try_share(self, fd: int, run: Run, position: int) -> bool:
+        if run.start % SHARE_ALIGNMENT or position % SHARE_ALIGNMENT or run.num_bytes % SHARE_ALIGNMENT:
             return False
-        with store.descriptor(chunk.file) as source:
-            self._share = clone_range(source, chunk.start, num_bytes, fd, position)
+        with run.store.descriptor(run.chunk.file) as source:
+            self._share = clone_range(source, run.start, run.num_bytes, fd, position)
         return self._share
 
     def _note(self, fd: int, position: int, written: int) -> None:

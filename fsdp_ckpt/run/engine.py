@@ -218,6 +218,9 @@ def write_files(
         engine.close()
     if engine.error is not None:
         raise _explain(engine.error, staging.destination)
+    compared_bytes = copier.finish()
+    if engine.done:
+        next(iter(engine.done.values())).verified_bytes += compared_bytes
     return engine.done
 
 

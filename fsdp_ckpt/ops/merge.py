@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,21 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_ckpt import __version__
 from fsdp_ckpt.layouts.registry import PathLike
 from fsdp_ckpt.ops.merge_files import PATTERNS, index_json, lay_out_bin, lay_out_safetensors
 from fsdp_ckpt.ops.merge_plan import MergeOptions, MergePlan, plan_merge
 from fsdp_ckpt.ops.preflight import check_destination, check_space
 from fsdp_ckpt.ops.remove_source import check_removable, remove_source, verify_output
-from fsdp_ckpt.ops.share import all_done, note_done, publish_lock
+from fsdp_ckpt.ops.write_out import WriteJob, WriteOptions, Written, identify, num_workers, write_out
 from fsdp_ckpt.plan.merge import split_files
-from fsdp_ckpt.plan.output import OutputFile
-from fsdp_ckpt.run.copy import Copier
-from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
-from fsdp_ckpt.run.progress import Listener, Meter
-from fsdp_ckpt.run.sources import Sources
-from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.store.publish import Staging, resolve_destination
+from fsdp_ckpt.run.progress import Listener
+from fsdp_ckpt.store.publish import resolve_destination
 
 __all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
 
@@ -107,13 +99,10 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A plan, and the files that it becomes."""
+    """A plan, the files that it becomes, and how those are written."""
 
     plan: MergePlan
-    files: Sequence[OutputFile]
-    specs: Sequence[OutputSpec]
-    destination: Path
-    jobs: int
+    writing: WriteJob
 
 
 def merge(
@@ -175,11 +164,16 @@ def merge(
     if plan.options.remove_source:
         check_removable(plan, destination)
     job = _lay_out(plan, destination)
-    mine = job.specs if plan.options.share is None else plan.options.share.of(job.specs)
+    mine = job.writing.mine
     free = check_space(destination, sum(spec.size for spec in mine), len(mine) + len(plan.side.files))
     if plan.options.dry_run:
-        return _report(job, {}, begun, free=free, dry_run=True)
-    return _write(job, begun, listener, free)
+        return _report(job, Written(results={}), begun, free=free, dry_run=True)
+    written = write_out(job.writing, listener)
+    removed = plan.options.remove_source and written.published
+    if removed:
+        verify_output(destination, job.writing.specs, written.crcs)
+        remove_source(plan.checkpoint, plan.part)
+    return _report(job, written, begun, free=free, source_removed=removed)
 
 
 def merge_fsdp_weights(
@@ -210,123 +204,42 @@ def merge_fsdp_weights(
 
 
 def _lay_out(plan: MergePlan, destination: Path) -> _Job:
-    style = plan.options.format
+    options, style = plan.options, plan.options.format
     files = split_files(plan.selection.tensors, max_shard_bytes=plan.max_shard_bytes, pattern=PATTERNS[style])
     specs = [lay_out_bin(file, plan.selection.tied) if style == "bin" else lay_out_safetensors(file) for file in files]
-    return _Job(
-        plan=plan,
-        files=files,
-        specs=specs,
+    small: dict[str, bytes | Path] = {
+        name: path
+        for name, path in plan.side.files.items()
+        if not (options.into and (destination / name).exists())  # a folder that was there keeps its own
+    }
+    if len(specs) > 1:
+        index = PATTERNS[style].format(suffix="") + ".index.json"
+        small[index] = index_json(files, plan.selection.tied, keep_tied=style == "bin")
+    facts = [{name: getattr(options, name) for name in _IDENTITY}, dict(plan.selection.tied)]
+    writing = WriteJob(
         destination=destination,
-        jobs=plan.options.jobs or min(4, os.cpu_count() or 1),
+        roots=plan.roots,
+        specs=specs,
+        files=small,
+        identity=identify(plan.checkpoint, [plan.part], facts),
+        options=WriteOptions(
+            overwrite=options.overwrite,
+            resume=options.resume,
+            verify=options.verify,
+            fsync=options.fsync,
+            jobs=options.jobs,
+            share=options.share,
+            into=options.into,
+            keep_crcs=options.remove_source,
+        ),
     )
-
-
-def _identity(job: _Job) -> str:
-    """Return a hash that is equal for runs which would write the same bytes."""
-    roots = [root.resolve() for root in job.plan.roots]
-    store, stamps = LocalStore(roots), {}
-    for file in job.plan.part.files:
-        status = os.stat(store.path(file))
-        stamps[file] = [status.st_size, status.st_mtime_ns]
-    options = {name: getattr(job.plan.options, name) for name in _IDENTITY}
-    facts = [
-        __version__,
-        [str(root) for root in roots],
-        job.plan.part.name,
-        stamps,
-        options,
-        dict(job.plan.selection.tied),
-    ]
-    return hashlib.sha256(json.dumps(facts, default=list, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _write(job: _Job, begun: float, listener: Listener | None, free: int | None) -> MergeReport:
-    options, share = job.plan.options, job.plan.options.share
-    staging = Staging(
-        job.destination,
-        _identity(job),
-        overwrite=options.overwrite,
-        resume=options.resume,
-        shared=share is not None,
-        into=options.into,
-    )
-    crcs: dict[str, dict[str, int]] = {}
-    mine = job.specs if share is None else share.of(job.specs)
-    try:
-        todo = [spec for spec in mine if not _is_finished(staging, spec, options)]
-        total = sum(stop - start for spec in mine for start, stop in spec.ranges.values())
-        meter = Meter(total, listener)
-        meter.add(total - sum(stop - start for spec in todo for start, stop in spec.ranges.values()))
-        with Sources(job.plan.roots, spill=staging.path) as sources:
-            copier = Copier(
-                sources,
-                meter,
-                verify=options.verify,
-                writeback=options.fsync,
-                hash_output=options.remove_source or options.format == "bin",
-            )
-            done = write_files(
-                todo, staging, copier, jobs=job.jobs, durable=options.fsync, need_crcs=options.remove_source
-            )
-        if share is not None:
-            note_done(staging, share)
-            pending = all_done(staging, share)
-            if pending:
-                staging.suspend()
-                return _report(job, done, begun, free=free, pending=pending)
-        with publish_lock(staging, shared=share is not None) as still_there:
-            if still_there:
-                if options.remove_source:
-                    crcs = _load_crcs(staging, job.specs)
-                _publish(job, staging)
-    except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if share is not None or (interrupted and staging.has_finished()):
-            staging.suspend()
-        else:
-            staging.discard()
-        raise
-    removed = options.remove_source and still_there
-    if removed:
-        verify_output(job.destination, job.specs, crcs)
-        remove_source(job.plan.checkpoint, job.plan.part)
-    return _report(job, done, begun, free=free, source_removed=removed, pending=None if share is None else [])
-
-
-def _is_finished(staging: Staging, spec: OutputSpec, options: MergeOptions) -> bool:
-    note = staging.finished(spec.name, spec.size)
-    return note is not None and (not options.remove_source or json.loads(note) != {})
-
-
-def _load_crcs(staging: Staging, specs: Sequence[OutputSpec]) -> dict[str, dict[str, int]]:
-    return {spec.name: json.loads(staging.finished(spec.name, spec.size) or "{}") for spec in specs}
-
-
-def _publish(job: _Job, staging: Staging) -> None:
-    durable = job.plan.options.fsync
-    for name, path in job.plan.side.files.items():
-        if job.plan.options.into and (job.destination / name).exists():
-            continue  # a folder that was there keeps its own
-        staging.add_file(name, path.read_bytes(), durable=durable)
-    if len(job.specs) > 1:
-        name = PATTERNS[job.plan.options.format].format(suffix="") + ".index.json"
-        data = index_json(job.files, job.plan.selection.tied, keep_tied=job.plan.options.format == "bin")
-        staging.add_file(name, data, durable=durable)
-    staging.publish(durable=durable)
+    return _Job(plan=plan, writing=writing)
 
 
 def _report(
-    job: _Job,
-    done: Mapping[str, FileResult],
-    begun: float,
-    *,
-    free: int | None,
-    dry_run: bool = False,
-    pending: Sequence[int] | None = None,
-    source_removed: bool = False,
+    job: _Job, written: Written, begun: float, *, free: int | None, dry_run: bool = False, source_removed: bool = False
 ) -> MergeReport:
-    results = list(done.values())
+    results = list(written.results.values())
     plan = job.plan
     tensors = plan.selection.tensors
     dtypes: dict[str, int] = {}
@@ -342,10 +255,10 @@ def _report(
     return MergeReport(
         source=plan.sources[0],
         other_sources=plan.sources[1:],
-        destination=str(job.destination),
+        destination=str(job.writing.destination),
         part=plan.part.name,
         format=plan.options.format,
-        files={spec.name: spec.size for spec in job.specs},
+        files={spec.name: spec.size for spec in job.writing.specs},
         num_tensors=len(tensors),
         num_parameters=sum(tensor.source.numel for tensor in tensors),
         tensor_bytes=sum(tensor.num_bytes for tensor in tensors),
@@ -366,8 +279,8 @@ def _report(
         warnings=warnings,
         elapsed_s=time.monotonic() - begun,
         dry_run=dry_run,
-        pending=pending,
+        pending=written.pending,
         source_removed=source_removed,
         free_bytes=free,
-        peak_memory_bytes=(45 + 4 * job.jobs) << 20,
+        peak_memory_bytes=(45 + 4 * num_workers(job.writing.options)) << 20,
     )

@@ -88,4 +88,4 @@ def check_space(destination: Path, needed_bytes: int, num_files: int) -> int | N
 
 def _allocated(folder: Path) -> int:
     """Return the bytes that the files of an unfinished result take: they are taken up again, or removed."""
-    return sum(entry.stat().st_blocks * 512 for entry in folder.iterdir() if entry.is_file())
+    return sum(entry.stat().st_blocks * 512 for entry in folder.rglob("*") if entry.is_file())

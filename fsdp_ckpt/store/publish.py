@@ -95,6 +95,8 @@ class Staging:
         self.path = (destination if self.inside else destination.parent) / staging_name(owner, identity)
         self.created_parents = _missing_parents(destination)
         self._old: tuple[Path, int | None] | None = None
+        self._added: set[Path] = set()
+        self._folders: set[Path] = set()
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             recover(destination)
@@ -156,7 +158,30 @@ class Staging:
         return self.path / name
 
     def add_file(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Write a small file."""
+        """Write a small file of the result; its name may have folders, and begin with a dot."""
+        self._added.add(self._made(name))
+        self._write(name, data, durable=durable)
+
+    def add_copy(self, name: str, src: Path, *, durable: bool) -> None:
+        """Copy a file into the result, in constant memory."""
+        path = self._made(name)
+        self._added.add(path)
+        path.unlink(missing_ok=True)
+        with open(src, "rb") as source, open(path, "xb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+            if durable:
+                target.flush()
+                os.fsync(target.fileno())
+
+    def _made(self, name: str) -> Path:
+        """Make the folders that a name has, and return its path."""
+        path = self.path / name
+        if path.parent != self.path and path.parent not in self._folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folders.add(path.parent)
+        return path
+
+    def _write(self, name: str, data: bytes, *, durable: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         fd = os.open(self.path / name, flags, 0o666 & ~current_umask())
         try:
@@ -169,18 +194,18 @@ class Staging:
     def part_file(self, name: str) -> Path:
         """Return where to write a file until it is complete; processes that share the folder get different places."""
         owner = f".{os.getpid()}-{os.urandom(4).hex()}" if self.shared else ""
-        path = self.path / f"{name}{owner}.part"
+        path = self._made(f"{name}{owner}.part")
         path.unlink(missing_ok=True)
         return path
 
     def finish_file(self, name: str, part: Path, note: str) -> None:
         """Give a complete file its name, and leave a note for runs that resume."""
         os.rename(part, self.path / name)
-        self.add_file(f".{name}.done", note.encode(), durable=False)
+        self._write(_note_name(name), note.encode(), durable=False)
 
     def finished(self, name: str, size: int) -> str | None:
         """Return the note of an earlier run that finished a file of this size, None when there was none."""
-        path, note = self.path / name, self.path / f".{name}.done"
+        path, note = self.path / name, self.path / _note_name(name)
         if path.is_file() and path.stat().st_size == size and note.is_file():
             return note.read_text()
         return None
@@ -195,8 +220,9 @@ class Staging:
         Raises:
             DestinationExists: Something appeared at the destination in the meantime.
         """
+        self._clear_folders(durable=durable)
         for entry in self.path.iterdir():  # markers, what another run left; locks stay until the end
-            if entry.name in LOCKS:
+            if entry.name in LOCKS or entry in self._added:
                 continue
             if entry.name.startswith(".") and entry.is_dir():
                 shutil.rmtree(entry)
@@ -221,6 +247,15 @@ class Staging:
         if not keep_old:
             self.forget_old()
         self._release()
+
+    def _clear_folders(self, *, durable: bool) -> None:
+        """Remove notes and unfinished files from the result's own folders, whichever run or process made those."""
+        notes = [path for pattern in (".*.done", "*.part") for path in self.path.glob(f"*/**/{pattern}")]
+        for path in notes:
+            path.unlink()
+        if durable:
+            for folder in self._folders | {path.parent for path in notes}:
+                fsync_folder(folder)
 
     def _rename(self) -> None:
         os.chmod(self.path, 0o777 & ~current_umask())
@@ -277,7 +312,7 @@ class Staging:
         remove_soon(published, hold(published))
 
     def _move_up(self) -> None:
-        names = sorted(os.listdir(self.path), key=lambda name: name.endswith(".index.json"))
+        names = sorted(os.listdir(self.path), key=lambda name: name.endswith((".index.json", ".metadata")))
         for name in names:
             if name not in LOCKS:
                 os.rename(self.path / name, self.destination / name)
@@ -296,12 +331,12 @@ class Staging:
 
     def has_finished(self) -> bool:
         """Tell whether any file is finished; False also when the folder is gone."""
-        return any(self.path.glob(".*.done"))
+        return any(self.path.rglob(".*.done"))
 
     def suspend(self) -> None:
         """Leave what is finished for a run with ``resume``; remove unfinished files unless others may be at them."""
         if not self.shared:
-            for part in self.path.glob("*.part"):
+            for part in self.path.rglob("*.part"):
                 part.unlink()
         self._release()
 
@@ -311,6 +346,11 @@ class Staging:
             with suppress(OSError):  # a process that was forked meanwhile has a copy of the descriptor
                 fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
+
+
+def _note_name(name: str) -> str:
+    folder, slash, file = name.rpartition("/")
+    return f"{folder}{slash}.{file}.done"
 
 
 def current_umask() -> int:

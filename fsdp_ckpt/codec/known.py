@@ -1,7 +1,7 @@
 """The globals that may stand in a checkpoint's pickles, and the plain values they turn into.
 
 Collected from the writers: torch 2.1 to 2.15 (``torch/_utils.py``, ``torch/serialization.py``), NumPy 1 and 2 random
-states, Python's containers. A name that is not here is refused by ``codec.pickles``.
+states, DeepSpeed 0.3 to 0.19, Python's containers. A name that is not here is refused by ``codec.pickles``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ def records(module: str, *names: str) -> dict[str, Global]:
     return {f"{module}.{name}": record(f"{module}.{name}") for name in names}
 
 
+_ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
 def _getattr(machine: Machine, args: tuple[Any, ...]) -> Constructor:
     # Early CPython 3.11 pickles an enum member as getattr(EnumClass, "MEMBER"), and nested classes likewise.
     owner, name = args if len(args) == 2 else (None, None)
     if type(owner) is not Constructor or type(name) is not str:
         raise machine.malformed("getattr of something that is no known class")
-    if not (owner.name.endswith("MEM_FORMAT_ENCODING") and name.isupper()) and name != "ProcessGroupState":
+    is_member = (owner.name.endswith("MEM_FORMAT_ENCODING") and name.isupper()) or (
+        owner.name.endswith(".ZeroStageEnum") and name in _ZERO_STAGES
+    )
+    if not is_member and name != "ProcessGroupState":
         raise UnsafePickle(f"{owner.name}.{name[:80]}", where=machine.where)
     return record(f"{owner.name}.{name}")
 
@@ -102,11 +108,14 @@ def _plain_values(name: str, kind: Callable[..., Any], types: tuple[type, ...]) 
     return Constructor(name, call)
 
 
-def _empty_array(machine: Machine, args: tuple[Any, ...]) -> Record:
+def _empty_array(name: str) -> Constructor:
     # NumPy begins every array as an empty one, and gives it its shape and bytes by its state.
-    if len(args) != 3 or args[1] != (0,):
-        raise machine.malformed("an array that begins with a size")
-    return Record("numpy.core.multiarray._reconstruct", args)
+    def call(machine: Machine, args: tuple[Any, ...]) -> Record:
+        if len(args) != 3 or args[1] != (0,):
+            raise machine.malformed("an array that begins with a size")
+        return Record(name, args)
+
+    return Constructor(name, call)
 
 
 def _no_array(machine: Machine, _: tuple[Any, ...]) -> Record:
@@ -143,11 +152,14 @@ def _table() -> dict[str, Global]:
             table[f"{module}.{name}"] = Constructor(f"pathlib.{name}", _path)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         table |= records(module, "scalar")
-        table[f"{module}._reconstruct"] = Constructor(f"{module}._reconstruct", _empty_array)
+        table[f"{module}._reconstruct"] = _empty_array(f"{module}._reconstruct")
     table |= records("numpy.core.numeric", "_frombuffer") | records("numpy._core.numeric", "_frombuffer")
     table["numpy.ndarray"] = Constructor("numpy.ndarray", _no_array)
     table |= records("numpy", "dtype", "float64", "float32", "int64", "int32", "bool_", "uint32")
     table |= records("numpy.dtypes", *(f"{name}DType" for name in ("UInt32", "Int64", "Int32", "Float64", "Float32")))
+    table |= records("deepspeed.runtime.zero.config", "ZeroStageEnum")
+    table |= records("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler")
+    table |= records("deepspeed.utils.tensor_fragment", "fragment_address")
     table |= records("datetime", "datetime", "date", "time", "timedelta", "timezone")
     return table
 

@@ -36,7 +36,10 @@ _SMALL = {
     Role.DATALOADER: re.compile(r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|dl_states_\d+\.pkl"),
     Role.OTHER: re.compile(r"scaler\.pt|custom_checkpoint_\d+\.pkl|meta\.pt|training_args\.bin|recipe_state\.pt"),
 }
-_STEP = re.compile(r"(?:.*[^a-z])?(?:step|checkpoint|global_step|iter|ba|epoch)[-_=]?0*(\d+)(?:\.\w+)?", re.IGNORECASE)
+_STEP = re.compile(
+    r"(?:.*[^a-z])?(?:step|checkpoint|global_step|iter|ba|epoch)[-_=]?0*(\d+)(?:_ckp)?(?:\.\w+)?", re.IGNORECASE
+)
+_ROLES_OF_RL = frozenset({"actor", "critic", "ref", "rm"})
 
 SIDE_FILES = re.compile(
     r"(adapter_|generation_|preprocessor_|processor_|image_processor_|video_preprocessor_|feature_extractor_)?config\.json"
@@ -100,7 +103,7 @@ def read_composite(folder: Folder, *, tolerant: bool = False) -> Checkpoint:
         layout=layout,
         title=title,
         parts=sorted(parts, key=lambda part: order.index(part.role)),
-        step=_first(step, manifest.step if manifest else None, step_of(folder)),
+        step=_first(step, manifest.step if manifest else None, step_of(folder), *_steps_around(folder, parts)),
         world_size=manifest.world_size if manifest else max([*sizes, len(rng_files)]) or None,
         facts=facts,
         side_files=[
@@ -118,6 +121,14 @@ def step_of(folder: Folder) -> int | None:
     """Return the training step that a folder's name tells, None when it tells none."""
     match = _STEP.fullmatch(folder.path.resolve().name)
     return int(match[1]) if match else None
+
+
+def _steps_around(folder: Folder, parts: list[Part]) -> Iterator[int]:
+    """Yield steps that the folder's own name does not tell: Composer's files have it, verl's folder above ``actor``."""
+    names = [part.name for part in parts if part.dialect == "rank-files"]
+    if folder.path.resolve().name in _ROLES_OF_RL:
+        names.append(folder.path.resolve().parent.name)
+    yield from (int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
 
 def _model_parts(folder: Folder, *, tolerant: bool) -> Iterator[Part]:
@@ -252,6 +263,8 @@ def _identify(folder: Folder, parts: list[Part]) -> tuple[str, str]:
     if "trainer_state.json" in folder.files:
         return "trainer", "Trainer checkpoint"
     if any(part.dialect == "rank-files" for part in parts):
+        if any(key.startswith("state.model.") for part in parts for key in part.tensors):
+            return "composer", "Composer checkpoint, one file per rank"
         verl = any("_world_size_" in file for part in parts for file in part.files)
         return "rank-files", "one file per rank (verl and kin)" if verl else "one file per rank"
     if any(name.startswith(("pytorch_model_", "optimizer_")) for name in folder.folders) or any(

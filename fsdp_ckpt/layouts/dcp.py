@@ -151,6 +151,10 @@ class _Builder:
         raw = metadata.writer == "ByteCheckpoint"
         self._compare_names(metadata)
         self._compare_rank(metadata, source)
+        items = {*metadata.tensors, *metadata.objects}
+        for key, path in metadata.paths.items():  # in the order of the state dict; that of items follows who wrote them
+            if key in items:
+                self.paths.setdefault(key, path or (key,))
         for key, tensor in metadata.tensors.items():
             self.paths.setdefault(key, metadata.paths.get(key) or (key,))
             found = self._chunks(key, tensor, metadata.storage, raw)

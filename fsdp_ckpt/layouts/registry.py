@@ -24,7 +24,10 @@ from fsdp_ckpt.errors import (
 )
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite, read_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
+from fsdp_ckpt.layouts.deepspeed import read_deepspeed
+from fsdp_ckpt.layouts.deepspeed_files import find_deepspeed, looks_like_deepspeed
 from fsdp_ckpt.layouts.faults import tolerate, unreadable_part
+from fsdp_ckpt.layouts.frameworks import framework_of, lost_rank_shards, read_beside
 from fsdp_ckpt.layouts.hf import read_safetensors
 from fsdp_ckpt.layouts.nodes import demand_equal_copies, demand_one_save
 from fsdp_ckpt.layouts.torch_file import read_torch_file
@@ -177,12 +180,18 @@ def _read_folder(folder: Folder, text: str, *, tolerant: bool = False) -> Checkp
         demand_one_save(folder)
     if looks_like_dcp(folder):
         return _dcp_checkpoint(folder, tolerant=tolerant)
+    tagged = find_deepspeed(folder)
+    if tagged is not None:
+        return _deepspeed_checkpoint(folder, tagged, text, tolerant=tolerant)
     if looks_composite(folder):
         found = read_composite(folder, tolerant=tolerant)
         if any(part.role is Role.MODEL for part in found.parts) or not _has_inner(folder):
-            return found
+            return _with_optimizer(folder, found)
     inner = [name for name in _INNER if name in folder.folders and _is_checkpoint(folder.sub(name))]
     if inner:
+        beside = list(read_beside(folder, ()))
+        if beside:
+            return _with_beside(folder, inner[0], beside, tolerant=tolerant)
         below = Folder(folder.store.below(inner[0]))
         found = _read_folder(below, str(below.path), tolerant=tolerant)
         return replace(
@@ -198,6 +207,34 @@ def _read_folder(folder: Folder, text: str, *, tolerant: bool = False) -> Checkp
     return _newest(folder, text)
 
 
+def _with_optimizer(folder: Folder, found: Checkpoint) -> Checkpoint:
+    """Add optimizers in DCP folders beside the weights, as transformers' ``save_optimizer_distributed`` is used."""
+    beside = [part for part in read_beside(folder, found.parts) if part.role is Role.OPTIMIZER]
+    if not beside:
+        return found
+    order = list(Role)
+    parts = sorted(lost_rank_shards([*found.parts, *beside]), key=lambda part: order.index(part.role))
+    return replace(found, parts=parts)
+
+
+def _with_beside(folder: Folder, inner: str, beside: list[Part], *, tolerant: bool) -> Checkpoint:
+    """Read a checkpoint whose weights lie in a folder of their own, and what lies beside that."""
+    sub = folder.sub(inner)
+    found = _read_folder(sub, str(sub.path), tolerant=tolerant)
+    order = list(Role)
+    parts = sorted(lost_rank_shards([*found.parts, *beside]), key=lambda part: order.index(part.role))
+    layout, title = framework_of(folder, parts) or (found.layout, found.title)
+    return replace(
+        found,
+        layout=layout,
+        title=title,
+        parts=parts,
+        step=step_of(folder),
+        world_size=max((part.world_size for part in parts if part.world_size), default=None),
+        side_files=[*found.side_files, *_side_files(folder)],
+    )
+
+
 def _dcp_checkpoint(folder: Folder, *, tolerant: bool) -> Checkpoint:
     name = folder.path.resolve().name
     single = name if name.startswith(("pytorch_model", "optimizer")) else None
@@ -205,16 +242,9 @@ def _dcp_checkpoint(folder: Folder, *, tolerant: bool) -> Checkpoint:
     parts = _read(partial(read_dcp, folder, name=single), folder, single or "model", files, tolerant=tolerant)
     if looks_composite(folder):
         parts = [*parts, *read_composite(folder, tolerant=tolerant).parts]
-    layout, title = "dcp", "distributed checkpoint (DCP)"
-    writer = parts[0].writer or ""
-    if "meta.pt" in folder.files:
-        layout, title = "lightning", "Lightning / Fabric checkpoint"
-    elif writer == "Megatron-core":
-        layout, title = "megatron", "Megatron-core distributed checkpoint"
-    elif {"train_state", "lr_scheduler"} <= {part.name for part in parts}:
-        layout, title = "torchtitan", "torchtitan checkpoint"
-    elif {key.partition(".")[0] for part in parts for key in part.tensors} == {"state"}:
-        layout, title = "composer", "Composer checkpoint"
+    order = list(Role)
+    parts = sorted(lost_rank_shards([*parts, *read_beside(folder, parts)]), key=lambda part: order.index(part.role))
+    layout, title = framework_of(folder, parts) or ("dcp", "distributed checkpoint (DCP)")
     step = step_of(folder)
     return Checkpoint(
         root=folder.store.root,
@@ -230,12 +260,33 @@ def _dcp_checkpoint(folder: Folder, *, tolerant: bool) -> Checkpoint:
     )
 
 
+def _deepspeed_checkpoint(folder: Folder, tagged: Folder, text: str, *, tolerant: bool) -> Checkpoint:
+    """Read a DeepSpeed save, and what the Trainer or Accelerate put beside its folder."""
+    if tagged.prefix == folder.prefix:
+        return read_deepspeed(folder, tolerant=tolerant)
+    beside = read_composite(folder, tolerant=tolerant)
+    if not beside.parts and not beside.side_files:  # a run of DeepSpeed's own
+        below = Folder(folder.store.below(tagged.prefix.rstrip("/")))
+        return replace(read_deepspeed(below, tolerant=tolerant), chosen=text)
+    found = read_deepspeed(tagged, tolerant=tolerant)
+    order = list(Role)
+    return replace(
+        found,
+        parts=sorted([*found.parts, *beside.parts], key=lambda part: order.index(part.role)),
+        step=found.step if beside.step is None else beside.step,
+        facts=[*found.facts, *beside.facts],
+        side_files=beside.side_files,
+        problems=[*found.problems, *beside.problems],
+        chosen=text,
+    )
+
+
 def _side_files(folder: Folder) -> list[str]:
     return [folder.prefix + name for name in folder.files if SIDE_FILES.fullmatch(name)]
 
 
 def _is_checkpoint(folder: Folder) -> bool:
-    return looks_like_dcp(folder) or looks_composite(folder)
+    return looks_like_dcp(folder) or looks_like_deepspeed(folder) or looks_composite(folder)
 
 
 def _has_inner(folder: Folder) -> bool:

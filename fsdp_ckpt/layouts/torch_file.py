@@ -20,7 +20,7 @@ from fsdp_ckpt.layouts.mesh import local_boxes
 from fsdp_ckpt.layouts.roles import KeyPath, split_roles
 from fsdp_ckpt.store.local import LocalStore
 
-__all__ = ["TorchFile", "open_torch_file", "open_torch_value", "read_torch_file", "sharded_entry"]
+__all__ = ["TorchFile", "load_torch_file", "open_torch_file", "open_torch_value", "read_torch_file", "sharded_entry"]
 
 
 @dataclass
@@ -84,7 +84,7 @@ def open_torch_file(store: LocalStore, file: str, *, allow_unknown: bool = False
         UnsafePickle: It refers to a global that is not allowed.
         MalformedFile: It is damaged.
     """
-    archive, value = _load(store, file, allow_unknown=allow_unknown)
+    archive, value = load_torch_file(store, file, allow_unknown=allow_unknown)
     leaves = flatten(value, where=file)
     if any(path == () for path, _ in leaves):
         raise UnknownLayout(f"{file} holds a single value, not a state dict")
@@ -97,10 +97,15 @@ def open_torch_value(store: LocalStore, file: str, *, allow_unknown: bool = True
     Raises:
         As ``open_torch_file``.
     """
-    return _load(store, file, allow_unknown=allow_unknown)[1]
+    return load_torch_file(store, file, allow_unknown=allow_unknown)[1]
 
 
-def _load(store: LocalStore, file: str, *, allow_unknown: bool) -> tuple[Archive, Any]:
+def load_torch_file(store: LocalStore, file: str, *, allow_unknown: bool = False) -> tuple[Archive, Any]:
+    """Return the records of a file and its value as it is nested; tensors are refs.
+
+    Raises:
+        As ``open_torch_file``.
+    """
     size = store.size(file)
     if size is None:
         raise IncompleteCheckpoint(f"{file} is missing")

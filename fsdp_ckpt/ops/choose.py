@@ -13,13 +13,13 @@ from fsdp_ckpt.layouts.manifest import check_stamps, manifest_of
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.units import format_size
 
-__all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "refuse_mixed", "show_paths"]
+__all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "refuse_mixed", "show_paths", "tier"]
 
-_TRAINING_DIALECTS = ("dcp", "rank-files", "torch-file")
+_TRAINING_DIALECTS = ("dcp", "deepspeed", "rank-files", "torch-file")
 
 
 def choose_model_part(
-    checkpoint: Checkpoint, name: str | None, *, paths: Sequence[str], out: str = "OUT"
+    checkpoint: Checkpoint, name: str | None, *, paths: Sequence[str], out: str = "OUT", command: str = "merge"
 ) -> tuple[Part, list[str]]:
     """Return the part that holds the model, and notes about what was left aside.
 
@@ -28,6 +28,7 @@ def choose_model_part(
         name: What the user asked for; None for the obvious one.
         paths: As the user typed them, for messages.
         out: The destination, for messages.
+        command: The command that was typed, for messages.
 
     Raises:
         NoModelWeights: There is none.
@@ -46,14 +47,14 @@ def choose_model_part(
         raise UsageError(f"{shown} has no part `{name}`", hint=f"its parts are: {names}")
     models = [part for part in checkpoint.parts if part.role is Role.MODEL]
     if not models:
-        raise _no_model(checkpoint, shown, out)
-    best = min(map(_tier, models))
-    chosen = [part for part in models if _tier(part) == best]
+        raise _no_model(checkpoint, shown, out, command)
+    best = min(map(tier, models))
+    chosen = [part for part in models if tier(part) == best]
     if len(chosen) > 1:
         listing = "; ".join(describe_part(part) for part in chosen)
         raise AmbiguousPart(
             f"{shown} holds {len(chosen)} models: {listing}",
-            hint=f"fsdp-ckpt merge {shlex.join([*paths, out])} --part {shlex.quote(chosen[0].name)}",
+            hint=f"fsdp-ckpt {command} {shlex.join([*paths, out])} --part {shlex.quote(chosen[0].name)}",
         )
     notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
@@ -92,23 +93,25 @@ def show_paths(paths: Sequence[str]) -> str:
     return " + ".join(f"`{path}`" for path in paths)
 
 
-def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT") -> None:
+def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT", command: str = "merge") -> None:
     """Refuse to read a part with holes.
 
     Args:
         part: The part.
         paths: As the user typed them, for messages.
         out: The destination, for messages.
+        command: The command that was typed, for messages.
 
     Raises:
         FlatParameters: Names and shapes are not in the files.
         IncompleteCheckpoint: Data are missing or contradictory.
     """
     if part.flat is not None:
-        raise FlatParameters(
-            f"{part.name}: {part.flat}",
-            hint="load it into the wrapped model it was saved from, and save that as SHARDED_STATE_DICT",
-        )
+        hint = "load it into the wrapped model it was saved from, and save that as SHARDED_STATE_DICT"
+        if part.role is Role.MODEL:
+            command = f"fsdp-ckpt convert {shlex.join([*paths, out])} --to safetensors --shapes-from shapes.json"
+            hint = f"{command}    (the model's shapes in the module's order; its config.json will do as well)"
+        raise FlatParameters(f"{part.name}: {part.flat}", hint=hint)
     errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
     if errors:
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
@@ -117,7 +120,7 @@ def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT") -> 
         if elsewhere is not None:
             more += f"; {elsewhere}"
             another = os.path.join("ANOTHER_NODE", os.path.basename(os.path.abspath(paths[0])))
-            hint = f"fsdp-ckpt merge {shlex.join([*paths, another, out])}"
+            hint = f"fsdp-ckpt {command} {shlex.join([*paths, another, out])}"
         raise IncompleteCheckpoint(f"`{errors[0].where}`: {errors[0].message}{more}; nothing was written", hint=hint)
 
 
@@ -126,20 +129,21 @@ def _is_near(part: Part, chosen: Part) -> bool:
     return part.role in (Role.MODEL, Role.OTHER) or bool(part.files.keys() & chosen.files.keys())
 
 
-def _tier(part: Part) -> int:
+def tier(part: Part) -> int:
+    """Return how far a model is from what FSDP itself saved; that is preferred to copies beside it, lower is nearer."""
     if part.dialect in _TRAINING_DIALECTS or part.name == "sharded":
         return 0
     return 1 if part.name in ("model", "pytorch_model") else 2
 
 
-def _no_model(checkpoint: Checkpoint, shown: str, out: str) -> NoModelWeights:
+def _no_model(checkpoint: Checkpoint, shown: str, out: str, command: str) -> NoModelWeights:
     optimizers: Sequence[Part] = [part for part in checkpoint.parts if part.role is Role.OPTIMIZER]
     if optimizers:
         beside = checkpoint.root.resolve().parent
         hint = None
         if checkpoint.root.name.startswith("optimizer") and beside.is_dir():
             found = sorted(p.name for p in beside.iterdir() if p.name.startswith("pytorch_model"))
-            hint = f"fsdp-ckpt merge {shlex.quote(str(beside / found[0]))} {shlex.quote(out)}" if found else None
+            hint = f"fsdp-ckpt {command} {shlex.quote(str(beside / found[0]))} {shlex.quote(out)}" if found else None
         return NoModelWeights(f"{shown} holds optimizer state, not model weights", hint=hint)
     names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
     return NoModelWeights(f"{shown} holds no model weights, only: {names}")

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_ckpt.catalog import ObjectEntry, Part, Problem, Role, Severity, TensorEntry
+from fsdp_ckpt.catalog import Chunk, ObjectEntry, Part, Problem, Role, Severity, TensorEntry
 from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
 from fsdp_ckpt.errors import CorruptCheckpoint
 from fsdp_ckpt.layouts.elsewhere import note_elsewhere
 from fsdp_ckpt.layouts.faults import coverage_problems, flat_reason
+from fsdp_ckpt.layouts.local_slices import LOCAL_SLICES, place_slices
 from fsdp_ckpt.layouts.roles import KeyPath, role_of, split_roles
 from fsdp_ckpt.layouts.torch_file import TorchFile, open_torch_file, sharded_entry
 from fsdp_ckpt.store.local import Folder
@@ -87,13 +88,17 @@ def read_rank_files(folder: Folder, group: RankGroup) -> list[Part]:
         tensors = {key: replace(gather.tensors[key], **place) for key, place in places.items() if key in gather.tensors}
         objects = {key: replace(gather.objects[key], **place) for key, place in places.items() if key in gather.objects}
         problems = [p for p in gather.problems if p.where in tensors]
+        if split.role is Role.OPTIMIZER:
+            problems = [_moments_differ(p, tensors[p.where]) for p in problems]
         if number == 0:
             problems[:0] = gather.misplaced
         if number == 0 and missing:
             problems.insert(0, _missing_ranks(folder, group, missing))
         flat = flat_reason(tensors.values()) or _local_slices(gather, tensors)
         if flat:  # slices are no replicas
-            problems = [problem for problem in problems if problem.code != "replicas-differ"]
+            tensors = place_slices(tensors, gather.lines)
+            slices = {key for key, entry in tensors.items() if entry.placements == LOCAL_SLICES}
+            problems = [p for p in problems if p.code != "replicas-differ" or p.where not in slices]
         if flat is None:
             holes = list(coverage_problems(tensors.values()))
             problems += holes
@@ -125,6 +130,8 @@ class _Gather:
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    lines: dict[str, list[Chunk]] = field(default_factory=dict)
+    """What each rank has of a plain tensor in one dimension, in the order of the ranks."""
     unequal: set[str] = field(default_factory=set)
     misplaced: list[Problem] = field(default_factory=list)
     num_ranks: int = 0
@@ -167,6 +174,8 @@ class _Gather:
     def _add_plain(self, rank: int, key: str, path: KeyPath, opened: TorchFile, value: TensorRef) -> None:
         """A tensor that every rank has whole (a buffer), or LOCAL slices, which differ in size."""
         chunk = opened.chunk(value)
+        if len(value.shape) == 1:
+            self.lines.setdefault(key, []).append(chunk)
         known = self.tensors.get(key)
         if known is None:
             self.paths.setdefault(key, path)
@@ -207,6 +216,14 @@ class _Gather:
         fresh = [chunk for chunk in chunks if (chunk.offsets, chunk.lengths) not in have]
         again = [chunk for chunk in chunks if (chunk.offsets, chunk.lengths) in have and chunk.numel]
         self.tensors[key] = replace(known, chunks=(*known.chunks, *fresh), replicas=(*known.replicas, *again))
+
+
+def _moments_differ(problem: Problem, entry: TensorEntry) -> Problem:
+    """Moments in one dimension that differ are no copies either: FSDP1's, saved with ``optimizer.state_dict()``."""
+    if problem.code != "replicas-differ" or len(entry.shape) != 1:
+        return problem
+    message = "the ranks have other values each: these are shards of flat parameters, and whose they are is not in them"
+    return replace(problem, severity=Severity.ERROR, message=message)
 
 
 def _missing_ranks(folder: Folder, group: RankGroup, missing: Sequence[int]) -> Problem:

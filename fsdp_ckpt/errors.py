@@ -18,6 +18,7 @@
     │   └── UnsafePickle          4  a pickle asks for code that is not allowed
     ├── DestinationExists         5  the target is in the way                  (FileExistsError)
     ├── NotEnoughSpace            6  disk or memory would not suffice          (OSError)
+    ├── Unreachable               7  the network or the hub did not answer     (ConnectionError)
     ├── Incompatible              8  the request cannot be met for this input  (ValueError)
     │   ├── FlatParameters        8  FSDP flat parameters without names
     │   ├── NameCollision         8  two tensors would get one name
@@ -56,6 +57,7 @@ __all__ = [
     "RankFailed",
     "StateMismatch",
     "UnknownLayout",
+    "Unreachable",
     "UnsafePickle",
     "UsageError",
     "Vetoed",
@@ -174,6 +176,12 @@ class NotEnoughSpace(FsdpCkptError, OSError):
     """The destination's disk, inodes or this machine's memory would not suffice."""
 
     exit_code = 6
+
+
+class Unreachable(FsdpCkptError, ConnectionError):
+    """The network or the hub did not answer, or does not have what was asked for."""
+
+    exit_code = 7
 
 
 class Incompatible(FsdpCkptError, ValueError):

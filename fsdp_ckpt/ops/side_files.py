@@ -15,7 +15,7 @@ from fsdp_ckpt.errors import MalformedFile
 from fsdp_ckpt.layouts.composite import SIDE_FILES
 from fsdp_ckpt.store.local import LocalStore
 
-__all__ = ["SideFiles", "find_side_files"]
+__all__ = ["SideFiles", "find_side_files", "load_config"]
 
 _MAX_BYTES = 200_000_000
 _MAX_CONFIG_BYTES = 4_000_000
@@ -51,7 +51,7 @@ def find_side_files(*sources: Path) -> SideFiles:
         for name, path in _candidates(folder) if folder is not None else ():
             if name not in found and (name != "config.json" or _is_model_config(path)):
                 found[name] = path
-    config = _load(found["config.json"]) if "config.json" in found else {}
+    config = load_config(found["config.json"]) if "config.json" in found else {}
     return SideFiles(files=found, missing=tuple(name for name in _WANTED if name not in found), config=config)
 
 
@@ -81,11 +81,12 @@ def _places(source: Path) -> Iterator[Path]:
 
 
 def _is_model_config(path: Path) -> bool:
-    config = _load(path)
+    config = load_config(path)
     return bool({"model_type", "architectures", "auto_map", "hidden_size", "tie_word_embeddings"} & config.keys())
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_config(path: Path) -> dict[str, Any]:
+    """Return what a JSON file says; nothing where it is no object."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ def tie(selection: Selection, sources: Sources, *, asked: bool) -> tuple[Selecti
     warnings = []
     if pair is not None and pair[1].name not in tied and pair[0].name not in tied:
         embedding, head = pair
-        if _are_equal(embedding, head, sources):
+        if _is_plain(embedding) and _is_plain(head) and _are_equal(embedding, head, sources):
             tied[head.name] = embedding.name
         else:
             why = "--tie" if asked else "config.json says tie_word_embeddings"
@@ -52,7 +52,7 @@ def find_aliases(tensors: Sequence[OutputTensor]) -> dict[str, str]:
     """
     beginnings: dict[Any, list[OutputTensor]] = {}  # few tensors share one: the rest need no closer look
     for tensor in tensors:
-        if tensor.num_bytes:
+        if tensor.num_bytes and _is_plain(tensor):
             first = min((chunk.file, chunk.start) for chunk in tensor.source.chunks)
             beginnings.setdefault(first, []).append(tensor)
     groups: dict[Any, list[OutputTensor]] = {}
@@ -66,6 +66,11 @@ def find_aliases(tensors: Sequence[OutputTensor]) -> dict[str, str]:
             keep = pair[0] if pair is not None else group[0]
             found |= {tensor.name: keep.name for tensor in group if tensor is not keep}
     return found
+
+
+def _is_plain(tensor: OutputTensor) -> bool:
+    """Whether a tensor is all of its source and nothing but it: no window, no adapter that is folded in."""
+    return tensor.window is None and tensor.addition is None
 
 
 def _are_equal(a: OutputTensor, b: OutputTensor, sources: Sources) -> bool:

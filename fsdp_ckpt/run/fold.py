@@ -99,11 +99,12 @@ class FoldTask:
         """
         recovered: list[str] = []
         task = self.copy
+        seen = TaskResult(recovered=recovered)
+        factors = self.factors.load(copier, seen)
         while True:
-            result = TaskResult(recovered=recovered)
-            left, right = self.factors.load(copier, result)
+            result = replace(seen)
             try:
-                self._write(task, copier, fd, left, right, result)
+                self._write(task, copier, fd, factors, result)
             except (ChecksumMismatch, MalformedFile) as error:
                 chunks = _mend(copier, task.tensor, task.chunks, error, recovered)
                 task = replace(task, chunks=chunks)
@@ -111,14 +112,15 @@ class FoldTask:
             return result
 
     def _write(
-        self, task: CopyTask, copier: Copier, fd: int, left: _Array, right: _Array, result: TaskResult
+        self, task: CopyTask, copier: Copier, fd: int, factors: tuple[_Array, _Array], result: TaskResult
     ) -> None:
         import numpy as np
 
         from fsdp_ckpt.run.cast import cast_bits
         from fsdp_ckpt.run.gather import numpy_dtype, storage_dtype
 
-        reader = _open(copier, task.tensor, task.chunks, task.box, self.factors.ledger, result)
+        reader = _open(copier, task.tensor, task.chunks, task.box, result)
+        left, right = factors
         wide = DTYPES["float64" if left.dtype == np.float64 else "float32"]
         position, crc = task.position, 0
         first_row, first_column = task.box[0]
@@ -133,7 +135,7 @@ class FoldTask:
                 total *= self.factors.scale
                 total += bits.view(numpy_dtype(task.tensor.dtype))
             flat = total.reshape(-1).view(storage_dtype(wide))
-            values = flat if task.dtype == wide else cast_bits(flat, wide, task.dtype)
+            values: Any = flat if task.dtype == wide else cast_bits(flat, wide, task.dtype)
             data = memoryview(values.view(np.uint8))
             crc = crc32(data, crc)
             write_all(fd, data, position)
@@ -149,7 +151,6 @@ class _Factors:
 
     def __init__(self, addition: LowRank, *, is_double: bool) -> None:
         self.scale = addition.scale
-        self.ledger = Ledger()
         self._addition = addition
         self._is_double = is_double
         self._lock = threading.Lock()
@@ -174,7 +175,7 @@ class _Factors:
         while True:
             seen = TaskResult()
             try:
-                reader = _open(copier, tensor, chunks, whole, self.ledger, seen)
+                reader = _open(copier, tensor, chunks, whole, seen)
                 bits = np.empty(tensor.shape, dtype=reader.bits)
                 reader.read(whole, bits)
                 reader.finish()
@@ -191,12 +192,11 @@ def _is_double(*tensors: TensorEntry) -> bool:
     return any(tensor.dtype.name == "float64" for tensor in tensors)
 
 
-def _open(
-    copier: Copier, tensor: TensorEntry, chunks: Sequence[Chunk], box: Box, ledger: Ledger, result: TaskResult
-) -> Any:
-    """Return a reader of a box; records that it will not read in order are compared now, once for all tasks."""
+def _open(copier: Copier, tensor: TensorEntry, chunks: Sequence[Chunk], box: Box, result: TaskResult) -> Any:
+    """Return a reader of a box; records that it will not read in order are compared now, each once."""
     from fsdp_ckpt.run.gather import Gatherer
 
+    ledger = Ledger()
     located: list[Located] = []
     for wanted in chunks:
         store, chunk = copier.sources.resolve(tensor, wanted)
@@ -225,7 +225,7 @@ def _mend(
             if (replica.offsets, replica.lengths) != (chunk.offsets, chunk.lengths):
                 continue
             found = _facts(copier, tensor, replica)
-            if found is not None and found[1] and (damaged is None or found[0] == damaged[0]):
+            if damaged is not None and found is not None and found[1] and found[0] == damaged[0]:
                 recovered.append(f"{error.message}; the copy in {replica.file} was used")
                 return [*chunks[:index], replica, *chunks[index + 1 :]]
     raise error

@@ -24,6 +24,7 @@ TREE: dict[str, tuple[str, int, type[BaseException]]] = {
     "UnsafePickle": ("CorruptCheckpoint", 4, ValueError),
     "DestinationExists": ("FsdpCkptError", 5, FileExistsError),
     "NotEnoughSpace": ("FsdpCkptError", 6, OSError),
+    "Unreachable": ("FsdpCkptError", 7, ConnectionError),
     "Incompatible": ("FsdpCkptError", 8, ValueError),
     "FlatParameters": ("Incompatible", 8, ValueError),
     "NameCollision": ("Incompatible", 8, ValueError),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.ops.ties import find_aliases, tie
 from fsdp_ckpt.plan.merge import Selection, select_tensors
+from fsdp_ckpt.plan.output import LowRank, Window
 from fsdp_ckpt.run.sources import Sources
 from tests.build import Sharded, rows, save_dcp
 
@@ -126,3 +128,29 @@ def test_nothing_to_tie(tmp_path: Path) -> None:
     found, (warning,) = tied(path, asked=True)
     assert not found
     assert "nothing is tied" in warning
+
+
+def test_an_adapter_in_one_of_a_pair_parts_them(tmp_path: Path) -> None:
+    # What is written of the embedding is another matrix then, though both are the same bytes of the source.
+    for path in (
+        dcp(tmp_path / "twice", embed_WEIGHT=rows(WEIGHT, 2), lm_head_WEIGHT=rows(WEIGHT.clone(), 2)),
+        full(tmp_path / "once", embed_WEIGHT=WEIGHT, lm_head_WEIGHT=WEIGHT),
+    ):
+        tensors = {tensor.name: tensor for tensor in select(path).tensors}
+        head = tensors["lm_head.weight"]
+        addition = LowRank(up=head.source, down=head.source, scale=1.0)
+        folded = [replace(tensors["embed.weight"], addition=addition), head]
+        with Sources(read_checkpoint(path).root) as sources:
+            found, warnings = tie(Selection(tensors=folded), sources, asked=True)
+        assert not found.tied
+        assert "differ: both are written" in warnings[0]
+
+
+def test_windows_of_one_tensor_are_no_aliases(tmp_path: Path) -> None:
+    (stack,) = select(dcp(tmp_path / "x", layers_WEIGHT=rows(WEIGHT, 2))).tensors
+    layers = [
+        replace(stack, name=f"layers.{number}.weight", window=Window(offsets=(number, 0), lengths=(1, 3), shape=(3,)))
+        for number in range(4)
+    ]
+    assert find_aliases(layers) == {}
+    assert find_aliases([stack, replace(stack, name="again")]) == {"again": stack.name}

@@ -1,22 +1,20 @@
-"""Lay out a ``torch.save`` archive of nested dictionaries and lists (an optimizer's state) before its tensors come.
+"""Lay out a full state dict of a live job (an optimizer's state) before its tensors come.
 
-As ``torchzip_writer``, which holds a flat state dict: all offsets are known beforehand, tensors can be written one by
-one, and the whole is never in memory.
+Stricter than ``value_writer``, which lays it out: only what any ``torch.load(weights_only=True)`` gives back.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import Any
 
-from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, ZipLayout, lay_out_records, pickle_tensor
+from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, ZipLayout
+from fsdp_ckpt.codec.value_writer import lay_out_state
 from fsdp_ckpt.errors import Incompatible
 
 __all__ = ["check_plain", "lay_out_nested"]
 
-_ALIGNMENT = 4096
 _MAX_DEPTH = 64
+_MAX_INTEGER_BYTES = 255
 
 
 def lay_out_nested(value: Any, *, prefix: str) -> ZipLayout:
@@ -29,14 +27,8 @@ def lay_out_nested(value: Any, *, prefix: str) -> ZipLayout:
     Raises:
         Incompatible: Another value.
     """
-    data = b"\x80\x02" + b"".join(_emit(value, 0)) + b"."
-    sizes: dict[int, int] = {}
-    for tensor in _tensors(value):
-        sizes.setdefault(tensor.storage, tensor.num_bytes)
-    contents: list[tuple[str, int, bytes | None]] = [("data.pkl", 0, data), ("byteorder", 0, b"little")]
-    contents += [(f"data/{storage}", size, None) for storage, size in sizes.items()]
-    contents.append(("version", 0, b"3\n"))
-    return lay_out_records(contents, prefix=prefix, alignment=_ALIGNMENT)
+    check_plain(value)
+    return lay_out_state(value, prefix=prefix)
 
 
 def check_plain(value: Any) -> None:
@@ -45,62 +37,28 @@ def check_plain(value: Any) -> None:
     Raises:
         Incompatible: It holds something else than ``lay_out_nested`` takes.
     """
-    for _ in _emit(value, 0):
-        pass
+    _check(value, 0)
 
 
-def _tensors(value: Any) -> Iterator[ArchiveTensor]:
-    if isinstance(value, ArchiveTensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _emit(value: Any, depth: int) -> Iterator[bytes]:
-    """Yield the opcodes that push a value (protocol 2, see Lib/pickletools.py)."""
+def _check(value: Any, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise Incompatible("a state dict that is nested too deep")
     match value:
-        case None:
-            yield b"N"
-        case bool():
-            yield b"\x88" if value else b"\x89"
+        case None | bool() | float() | str() | ArchiveTensor():
+            pass
         case int():
-            yield _integer(value)
-        case float():
-            yield b"G" + struct.pack(">d", value)
-        case str():
-            text = value.encode("utf-8", "surrogatepass")
-            yield b"X" + struct.pack("<I", len(text)) + text
-        case ArchiveTensor():
-            yield pickle_tensor(value)[2:-1]
+            if value.bit_length() // 8 + 1 > _MAX_INTEGER_BYTES:
+                raise Incompatible("an integer of thousands of bits in the state")
         case dict():
-            yield b"}("
             for key, item in value.items():
-                yield from _emit(key, depth + 1)
-                yield from _emit(item, depth + 1)
-            yield b"u"
+                _check(key, depth + 1)
+                _check(item, depth + 1)
         case list() | tuple():
-            yield b"](" if isinstance(value, list) else b"("
             for item in value:
-                yield from _emit(item, depth + 1)
-            yield b"e" if isinstance(value, list) else b"t"
+                _check(item, depth + 1)
         case _:
             raise Incompatible(
                 f"a {type(value).__module__}.{type(value).__qualname__} in the state cannot be stored in a full state "
                 "dict",
                 hint="use SHARDED_STATE_DICT, or keep plain numbers, texts and tensors in it",
             )
-
-
-def _integer(value: int) -> bytes:
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(data) > 255:
-        raise Incompatible("an integer of thousands of bits in the state")
-    return b"\x8a" + bytes([len(data)]) + data

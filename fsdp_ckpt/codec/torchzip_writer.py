@@ -119,7 +119,7 @@ def seal_archive(layout: ZipLayout, crcs: Mapping[int, int]) -> list[tuple[int, 
         crcs: CRC-32 of each storage.
     """
     pieces: list[tuple[int, bytes]] = []
-    directory = b""
+    directory = bytearray()
     for record in layout.records:
         name = record.name.encode()
         crc = zlib.crc32(record.content) if record.content is not None else crcs[int(record.name.rpartition("/")[2])]
@@ -140,7 +140,7 @@ def seal_archive(layout: ZipLayout, crcs: Mapping[int, int]) -> list[tuple[int, 
     )
     directory += struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
     directory += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
-    pieces.append((layout.directory, directory))
+    pieces.append((layout.directory, bytes(directory)))
     return pieces
 
 

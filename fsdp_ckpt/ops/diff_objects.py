@@ -12,10 +12,11 @@ from fsdp_ckpt.codec.torchzip import Archive, open_archive
 from fsdp_ckpt.errors import UnknownLayout
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.torch_file import open_torch_file
+from fsdp_ckpt.ops.conversion.values import expand
 from fsdp_ckpt.ops.diff_names import Naming
 from fsdp_ckpt.ops.diff_report import Change, ObjectDiff
 from fsdp_ckpt.ops.diff_values import Blob, Leaf, ValueComparison
-from fsdp_ckpt.ops.objects import expand, to_plain
+from fsdp_ckpt.ops.objects import to_plain
 from fsdp_ckpt.run.checksum import checksum_range
 from fsdp_ckpt.run.sides import Side, TensorPair
 

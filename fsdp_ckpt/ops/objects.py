@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -10,21 +9,19 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fsdp_ckpt.catalog import DType, Encoding, ObjectEntry
+from fsdp_ckpt.catalog import DType, ObjectEntry
 from fsdp_ckpt.codec.pickles import Constructor, Opaque, Record
-from fsdp_ckpt.codec.tensors import TORCH, DTensorRef, ShardedTensorRef, TensorRef
-from fsdp_ckpt.codec.torchzip import open_archive
-from fsdp_ckpt.errors import FsdpCkptError, Incompatible, MalformedFile
-from fsdp_ckpt.layouts.torch_file import open_torch_value
+from fsdp_ckpt.codec.tensors import DTensorRef, ShardedTensorRef, TensorRef
+from fsdp_ckpt.errors import FsdpCkptError
+from fsdp_ckpt.ops.conversion.values import load_value
 from fsdp_ckpt.store.local import LocalStore
 
-__all__ = ["expand", "read_object", "to_plain"]
+__all__ = ["read_object", "to_plain"]
 
 _MAX_ITEMS = 64
 _MAX_TEXT = 400
 _MAX_DEPTH = 8
 _MAX_NODES = 400
-_MAX_COMPRESSED = 64 << 20
 _NUMPY_FORMATS = {
     "f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "i2": "<h", "i1": "<b",
     "u8": "<Q", "u4": "<I", "u2": "<H", "u1": "<B", "b1": "<?",
@@ -37,43 +34,10 @@ def read_object(entry: ObjectEntry, store: LocalStore) -> Any:
     Values of classes that are not on the list of harmless ones are shown as ``<opaque: needs module.Name>``; an object
     that cannot be read at all is shown as ``<unreadable: reason>``.
     """
-    if entry.decoded:
-        return to_plain(entry.value)
-    where = f"{entry.file} (`{entry.key}`)"
     try:
-        reader = store.reader(entry.file)
-        if entry.encoding is Encoding.ZSTD_TORCH_ZIP:
-            data = expand(reader(entry.start, entry.stop - entry.start), where)
-            archive = open_archive(lambda start, num: data[start : start + num], 0, len(data), where=where)
-            return to_plain(archive.load(TORCH, allow_unknown=True))
-        if entry.start or entry.stop != store.size(entry.file):
-            archive = open_archive(reader, entry.start, entry.stop, where=where)
-            return to_plain(archive.load(TORCH, allow_unknown=True))
-        return to_plain(open_torch_value(store, entry.file))
+        return to_plain(load_value(entry, store))
     except FsdpCkptError as error:
         return f"<unreadable: {error.message}>"
-
-
-def expand(data: bytes, where: str) -> bytes:
-    """Return what a zstd stream holds, up to what an object may have.
-
-    Args:
-        data: The stream.
-        where: File and object, for messages.
-
-    Raises:
-        MalformedFile: It is broken.
-        Incompatible: zstandard is not installed.
-    """
-    try:
-        import zstandard
-    except ImportError:
-        raise Incompatible(f"{where} is compressed with zstd", hint="pip install 'fsdp-ckpt[zstd]'") from None
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
-            return bytes(stream.read(_MAX_COMPRESSED))
-    except zstandard.ZstdError as error:
-        raise MalformedFile(f"{where}: broken zstd stream: {error}") from None
 
 
 def to_plain(value: Any) -> Any:

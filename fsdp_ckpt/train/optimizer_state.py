@@ -1,14 +1,4 @@
-"""Read an optimizer's saved state whatever its layout: by name, by index, flattened, or with groups in one blob.
-
-===================  =====================================================  ======================================
-layout               keys                                                   written by
-===================  =====================================================  ======================================
-by name              ``state.<fqn>.exp_avg``, ``param_groups.0.lr``         Accelerate, torch's state_dict API
-groups in one blob   ``state.<fqn>.exp_avg``, ``param_groups`` (a list)     the same with torch 2.3 and older
-by index             ``state.0.exp_avg``, ``param_groups.0.lr``             ``optimizer.state_dict()`` as it is
-flattened            ``state.<fqn>.exp_avg``, ``param_groups.<fqn>.lr``     ``flatten_optimizer_state_dict=True``
-===================  =====================================================  ======================================
-"""
+"""Read an optimizer's saved state whatever its form, see ``layouts.optimizer_paths``, for the live parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +8,7 @@ from typing import Any
 
 from fsdp_ckpt.catalog import ObjectEntry, Part, TensorEntry
 from fsdp_ckpt.errors import Incompatible, MalformedFile
+from fsdp_ckpt.layouts.optimizer_paths import PARAM_GROUPS, STATE, has_numbered_groups, optimizer_place
 from fsdp_ckpt.names import clean_fqn, strip_wrappers
 from fsdp_ckpt.train.full import nest
 
@@ -68,22 +59,27 @@ def read_optimizer(
     groups: dict[int, dict[str, Any]] = {}
     nested: dict[int, dict[tuple[str | int, ...], Any]] = {}
     entries: list[Entry] = [*part.tensors.values(), *part.objects.values()]
+    is_numbered = has_numbered_groups(entry.name for entry in entries)
     for entry in entries:
-        path = _path(entry, names)
-        if path[0] == "state" and len(path) == 3:
-            saved.state.setdefault(path[1], {})[path[2]] = entry
-        elif path[0] == "param_groups":
+        place = optimizer_place(
+            entry.path or (entry.name,), is_param=lambda text: _known(text, names) in names, is_numbered=is_numbered
+        )
+        owner, kind = place.owner, ".".join(map(str, place.rest))
+        if place.prefix:  # of something else
+            continue
+        if place.head == STATE and isinstance(owner, str) and kind:
+            saved.state.setdefault(_known(owner, names), {})[kind] = entry
+        elif place.head == PARAM_GROUPS:
             content = value(entry) if isinstance(entry, ObjectEntry) else tensor(entry)
-            if len(path) == 1:
+            if owner is None:
                 if not isinstance(content, list) or not all(isinstance(group, dict) for group in content):
-                    raise MalformedFile(f"`{part.name}`: `{'.'.join(path)}` is no list of groups")
+                    raise MalformedFile(f"`{part.name}`: `{entry.name}` is no list of groups")
                 groups = {number: dict(group) for number, group in enumerate(content)}
                 saved.layout = "groups in one blob"
-            elif path[1].isdecimal():
-                rest = entry.path[2:] if len(entry.path) > 3 else (path[2],)  # an option that is a dictionary
-                nested.setdefault(int(path[1]), {})[rest] = content
+            elif isinstance(owner, int):
+                nested.setdefault(owner, {})[place.rest] = content  # an option that is a dictionary has several steps
             else:
-                saved.options.setdefault(path[1], {})[path[2]] = content
+                saved.options.setdefault(_known(owner, names), {})[kind] = content
                 saved.layout = "flattened"
     groups |= {number: nest(flat) for number, flat in nested.items()}
     if groups:
@@ -101,27 +97,6 @@ def _clean_groups(groups: list[dict[str, Any]]) -> None:
         params = group.get("params")
         if isinstance(params, list) and all(isinstance(name, str) for name in params):
             group["params"] = [strip_wrappers(name) for name in params]
-
-
-def _path(entry: Entry, names: Mapping[str, str]) -> tuple[str, ...]:
-    """Return ("state", parameter, kind), ("param_groups", group or parameter, option) or ("param_groups",)."""
-    path = tuple(map(str, entry.path)) or (entry.name,)
-    if len(path) == 3 and path[0] in ("state", "param_groups"):
-        return path[0], _known(path[1], names), path[2]
-    if len(path) > 3 and path[0] == "param_groups" and path[1].isdecimal():
-        return path[0], path[1], path[2]
-    text = ".".join(path)
-    head, _, rest = text.partition(".")
-    if head == "param_groups" and not rest:
-        return (head,)
-    if head not in ("state", "param_groups") or "." not in rest:
-        return ("", text)
-    pieces = rest.split(".")
-    for cut in range(len(pieces) - 1, 0, -1):
-        name = ".".join(pieces[:cut])
-        if _known(name, names) in names:
-            return head, _known(name, names), ".".join(pieces[cut:])
-    return head, ".".join(pieces[:-1]), pieces[-1]
 
 
 def _known(name: str, names: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from fsdp_ckpt.codec.distcp_item import recognise_item
 from fsdp_ckpt.codec.torchzip import open_archive
 from fsdp_ckpt.errors import CorruptCheckpoint, Incompatible, MalformedFile, UnsafePickle
 from fsdp_ckpt.layouts.manifest import Manifest
-from fsdp_ckpt.ops.objects import expand
+from fsdp_ckpt.ops.conversion.values import expand
 from fsdp_ckpt.ops.validation.headers import is_there, item_problem, load_whole, unsafe_problem
 from fsdp_ckpt.ops.validation.wording import finding
 from fsdp_ckpt.run.progress import Meter

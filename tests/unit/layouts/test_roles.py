@@ -21,7 +21,8 @@ def split(*paths: KeyPath, default: Role = Role.MODEL) -> list[tuple[str, Role, 
         ("optimizer", Role.OPTIMIZER), ("optim", Role.OPTIMIZER), ("optimizer_0", Role.OPTIMIZER),
         ("optimizers", Role.OPTIMIZER),
         ("optimizer_state_dict", Role.OPTIMIZER), ("optimizer_states", Role.OPTIMIZER),
-        ("scheduler", Role.SCHEDULER), ("lr_scheduler", Role.SCHEDULER), ("lr_schedulers", Role.SCHEDULER),
+        ("scheduler", Role.SCHEDULER), ("lr_scheduler", Role.SCHEDULER), ("sched", Role.SCHEDULER),
+        ("lr_schedulers", Role.SCHEDULER),
         ("dataloader", Role.DATALOADER), ("sampler", Role.DATALOADER), ("rng", Role.RNG), ("rng_state", Role.RNG),
         ("random_states_0", Role.RNG), ("train_state", Role.OTHER), ("epoch", Role.OTHER),
         ("hyper_parameters", Role.OTHER),
@@ -68,6 +69,56 @@ def test_composer() -> None:
     )
     assert found[0][:2] == ("model", Role.MODEL)
     assert found[0][2] == {"state.model.model.w": "model.w"}
+
+
+COMPOSER = [
+    ("state", "model", "model.w"), ("state", "optimizers", "AdamW", "state", "model.w", "step"),
+    ("state", "optimizers", "AdamW", "param_groups", 0, "lr"), ("state", "schedulers", "LambdaLR", "last_epoch"),
+    ("state", "timestamp", "Timestamp", "batch"), ("state", "run_name"), ("rng", 0, "torch"),
+]  # fmt: skip
+
+
+def test_composer_with_random_states_beside_the_rest() -> None:
+    found = split(*COMPOSER)
+    assert [(name, role) for name, role, _ in found] == [
+        ("model", Role.MODEL), ("optimizers", Role.OPTIMIZER), ("schedulers", Role.SCHEDULER), ("rng", Role.RNG),
+        ("timestamp", Role.OTHER), ("other", Role.OTHER),
+    ]  # fmt: skip
+    assert found[0][2] == {"state.model.model.w": "model.w"}
+    assert list(found[1][2].values()) == ["state.model.w.step", "param_groups.0.lr"]
+
+
+def test_several_optimizers_under_one_head_are_parts_of_their_own() -> None:
+    found = split(*COMPOSER, ("state", "optimizers", "SGD", "state", "model.v", "momentum_buffer"))
+    assert [(name, list(names.values())) for name, role, names in found if role is Role.OPTIMIZER] == [
+        ("optimizers.AdamW", ["state.model.w.step", "param_groups.0.lr"]),
+        ("optimizers.SGD", ["state.model.v.momentum_buffer"]),
+    ]
+
+
+def test_optimizers_in_a_list() -> None:
+    found = split(("model", "w"), ("optimizers", 0, "state", "w", "step"), ("optimizers", 1, "state", "v", "step"))
+    assert [(name, list(names.values())) for name, _, names in found[1:]] == [
+        ("optimizers.0", ["state.w.step"]), ("optimizers.1", ["state.v.step"]),
+    ]  # fmt: skip
+
+
+def test_an_optimizer_is_not_taken_for_what_wraps_a_model() -> None:
+    found = split(("state", "model", "exp_avg"), ("state", "w", "exp_avg"), ("param_groups", 0, "lr"),
+                  default=Role.OPTIMIZER)  # fmt: skip
+    assert [name for _, _, names in found for name in names.values()] == [
+        "state.model.exp_avg", "state.w.exp_avg", "param_groups.0.lr",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "chained_0."])
+def test_megatron_names_the_kind_before_the_parameter(prefix: str) -> None:
+    found = split(("decoder.w",), (f"{prefix}optimizer.state.exp_avg.decoder.w",),
+                  (f"{prefix}optimizer.param_groups",))  # fmt: skip
+    assert [(name, role, list(names.values())) for name, role, names in found] == [
+        ("model", Role.MODEL, ["decoder.w"]),
+        ("optimizer", Role.OPTIMIZER, ["state.decoder.w.exp_avg", f"{prefix}optimizer.param_groups"]),
+    ]
 
 
 def test_torchtitan_has_the_model_at_the_top() -> None:

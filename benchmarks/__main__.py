@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import cases, report, shared, state, validation
+from benchmarks import cases, conversion, report, shared, state, validation
 from benchmarks.budgets import judge
 from benchmarks.cases import Settings
 from benchmarks.compare import Comparison, compare
@@ -17,7 +17,7 @@ from benchmarks.measure import CommandFailedError
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.units import format_size, parse_size
 
-_CASES = {**cases.CASES, **validation.CASES}
+_CASES = {**cases.CASES, **conversion.CASES, **validation.CASES}
 _NAMES = [*_CASES, *shared.KINDS, *state.KINDS]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import cases, shared, state, validation
+from benchmarks import cases, conversion, shared, state, validation
 from benchmarks.compare import Comparison
 from benchmarks.measure import Series
 from benchmarks.synthetic import Synthetic
@@ -58,10 +58,32 @@ def judge(results: Mapping[str, Comparison], chunks: Sequence[int]) -> tuple[Bud
         _at_most("`--dtype bfloat16 --no-fsync` against `cp`", _ratio(cast, cases.CAST_NO_FSYNC, cp), 1.5, 1.1),
         _at_most("Peak RSS of any merge", _most_rss([merge, cast, memory]), 128e6, 48e6, format_size),
         _at_most("Peak RSS of a merge, large against small", _rss_growth(memory), 1.05, 1.0),
+        *_conversion_budgets(results.get("reshard"), results.get("convert")),
         *_validate_budgets(results.get("validate"), results.get("validate-scale")),
         *_state_budgets([results.get(name) for name, (_, in_memory) in state.KINDS.items() if not in_memory]),
         *(_shared_budget(kind, results.get(name)) for name, kind in shared.KINDS.items()),
     )
+
+
+def _conversion_budgets(reshard: Comparison | None, convert: Comparison | None) -> list[Budget]:
+    """Judge another sharding of the same bytes, and the first one of a whole model."""
+    ratio = _ratio(reshard, conversion.RESHARD_NO_FSYNC, cases.CP)
+    return [
+        _at_most(f"`reshard --no-fsync` from {conversion.FROM} ranks to {conversion.TO} against `cp`", ratio, 1.5),
+        _at_most("`reshard`, durable, against `cp && sync`", _ratio(reshard, conversion.RESHARD, cases.CP_SYNC), 1.0),
+        _at_most(
+            "`convert` of a whole model for 8 ranks against `cp`",
+            _ratio(convert, conversion.CONVERT_NO_FSYNC, cases.CP),
+            1.5,
+        ),
+        _at_most(
+            "Peak RSS of `reshard` and `convert`",
+            _most_rss([reshard, convert], (conversion.RESHARD, conversion.CONVERT)),
+            128e6,
+            48e6,
+            format_size,
+        ),
+    ]
 
 
 def _validate_budgets(deep: Comparison | None, geometry: Comparison | None) -> list[Budget]:
@@ -201,10 +223,10 @@ def _ratio(comparison: Comparison | None, numerator: str, denominator: str) -> f
     return comparison.ratio(numerator, denominator) if comparison else None
 
 
-def _most_rss(comparisons: Sequence[Comparison | None]) -> float | None:
+def _most_rss(comparisons: Sequence[Comparison | None], prefixes: tuple[str, ...] = (cases.MERGE,)) -> float | None:
     every = [series for comparison in comparisons if comparison for series in comparison.series]
-    merges = [series for series in every if series.name.startswith(cases.MERGE) and series.samples]
-    return max((series.rss_bytes for series in merges), default=None)
+    chosen = [series for series in every if series.name.startswith(prefixes) and series.samples]
+    return max((series.rss_bytes for series in chosen), default=None)
 
 
 def _rss_growth(memory: Comparison | None) -> float | None:

@@ -14,10 +14,10 @@ MOST_CHUNKS_BY_TORCH = 1_000_000
 """Larger metadata is streamed: torch's classes take 2 KB of memory per chunk."""
 
 
-def checkpoint_input(folder: Path, model: Llama, dtype: str, *, ours: bool = False) -> Command:
-    """Return the command that writes a 2-rank FSDP2 checkpoint into `folder`/`FOLDER_NAME`, by torch or by `ours`."""
+def checkpoint_input(folder: Path, model: Llama, dtype: str, *, num_ranks: int = 2, ours: bool = False) -> Command:
+    """Return the command that writes an FSDP2 checkpoint into `folder`/`FOLDER_NAME`, by torch or by `ours`."""
     sizes = ("--hidden", str(model.hidden), "--layers", str(model.num_layers), "--vocab", str(model.vocab))
-    writer = ("--ours",) if ours else ()
+    writer = ("--ranks", str(num_ranks), *(("--ours",) if ours else ()))
     argv = (sys.executable, "-m", "benchmarks.make_checkpoint", str(folder), "--dtype", dtype, *sizes, *writer)
     return Command(name=f"write {folder.name}", argv=argv, output=folder)
 

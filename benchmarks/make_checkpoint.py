@@ -1,4 +1,4 @@
-"""Write a 2-rank FSDP2 checkpoint of a chosen size with torch itself, laid out as Accelerate does it.
+"""Write an FSDP2 checkpoint of a chosen size with torch itself, laid out as Accelerate does it.
 
 Run as a process of its own (`python -m benchmarks.make_checkpoint`), so that torch never enters the measuring process.
 """
@@ -23,18 +23,18 @@ from benchmarks.inputs import FOLDER_NAME
 from benchmarks.llama import Llama
 from fsdp_ckpt import FastFileSystemWriter
 
-NUM_RANKS = 2
 _DEADLINE_S = 300.0
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def write(folder: Path, model: Llama, dtype: torch.dtype, *, ours: bool = False) -> None:
-    """Write `folder/pytorch_model_fsdp_0` from two gloo processes on the CPU.
+def write(folder: Path, model: Llama, dtype: torch.dtype, *, num_ranks: int = 2, ours: bool = False) -> None:
+    """Write `folder/pytorch_model_fsdp_0` from gloo processes on the CPU.
 
     Args:
         folder: Where the checkpoint goes; made when absent.
         model: Names and global shapes of the tensors.
         dtype: Element type of every tensor.
+        num_ranks: Processes; every dimension 0 is a multiple of it.
         ours: Write with FastFileSystemWriter.
 
     Raises:
@@ -44,25 +44,26 @@ def write(folder: Path, model: Llama, dtype: torch.dtype, *, ours: bool = False)
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rendezvous = folder / f".rendezvous-{os.getpid()}"
-    ranks = start_processes(
-        _write_rank, (folder, rendezvous, model, dtype, ours), nprocs=NUM_RANKS, join=False, start_method="spawn"
-    )
+    arguments = (num_ranks, folder, rendezvous, model, dtype, ours)
+    ranks = start_processes(_write_rank, arguments, nprocs=num_ranks, join=False, start_method="spawn")
     deadline = time.monotonic() + _DEADLINE_S
     try:
         while not ranks.join(timeout=1.0):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the {NUM_RANKS} ranks did not write the checkpoint in {_DEADLINE_S:.0f} s")
+                raise TimeoutError(f"the {num_ranks} ranks did not write the checkpoint in {_DEADLINE_S:.0f} s")
     finally:
         for process in ranks.processes:
             process.kill()
         rendezvous.unlink(missing_ok=True)
 
 
-def _write_rank(rank: int, folder: Path, rendezvous: Path, model: Llama, dtype: torch.dtype, ours: bool) -> None:  # noqa: PLR0917
+def _write_rank(  # noqa: PLR0917
+    rank: int, num_ranks: int, folder: Path, rendezvous: Path, model: Llama, dtype: torch.dtype, ours: bool
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_RANKS)
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    shapes = {name: (shape[0] // NUM_RANKS, *shape[1:]) for name, shape in model.shapes().items()}
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    shapes = {name: (shape[0] // num_ranks, *shape[1:]) for name, shape in model.shapes().items()}
     # All shards of one shape are one tensor, so a rank needs little memory however many layers there are. Views of one
     # large pool would not do: DCP clones what does not fill its storage and keeps the clones until the file is there.
     random = torch.Generator().manual_seed(rank)
@@ -89,10 +90,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ours", action="store_true", help="write with FastFileSystemWriter")
     args = parser.parse_args()
     model = Llama(hidden=args.hidden, num_layers=args.layers, vocab=args.vocab)
-    write(args.folder, model, _DTYPES[args.dtype], ours=args.ours)
+    write(args.folder, model, _DTYPES[args.dtype], num_ranks=args.ranks, ours=args.ours)
     return 0
 
 

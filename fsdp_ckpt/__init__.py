@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from fsdp_ckpt.config.launch import LaunchConfig
     from fsdp_ckpt.errors import FsdpCkptError
     from fsdp_ckpt.layouts.runs import latest_complete
+    from fsdp_ckpt.ops.convert import ConvertOptions, ConvertReport, convert
     from fsdp_ckpt.ops.diff import DiffReport, diff
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
     from fsdp_ckpt.ops.repair import RepairReport, repair
+    from fsdp_ckpt.ops.reshard import reshard
     from fsdp_ckpt.ops.validate import ValidateReport, validate
     from fsdp_ckpt.ops.view import CheckpointView, open_checkpoint
     from fsdp_ckpt.train.background import PendingSave
@@ -35,6 +37,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointView",
     "Checkpointer",
+    "ConvertOptions",
+    "ConvertReport",
     "DiffReport",
     "FSDPConfig",
     "FastFileSystemReader",
@@ -52,6 +56,7 @@ __all__ = [
     "SaveReport",
     "ValidateReport",
     "__version__",
+    "convert",
     "diff",
     "get_state_dict",
     "inspect",
@@ -62,6 +67,7 @@ __all__ = [
     "open_checkpoint",
     "read_config",
     "repair",
+    "reshard",
     "save_model",
     "save_state",
     "validate",
@@ -70,6 +76,10 @@ __all__ = [
 
 _HOMES = {
     "FsdpCkptError": "errors",
+    "ConvertOptions": "ops.conversion.options",
+    "ConvertReport": "ops.conversion.report",
+    "convert": "ops.convert",
+    "reshard": "ops.reshard",
     "DiffReport": "ops.diff",
     "diff": "ops.diff",
     "InspectReport": "ops.inspect",

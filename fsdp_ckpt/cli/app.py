@@ -11,6 +11,7 @@ import typer
 
 import fsdp_ckpt
 from fsdp_ckpt.cli import config as config_command
+from fsdp_ckpt.cli import convert as convert_command
 from fsdp_ckpt.cli import diff as diff_command
 from fsdp_ckpt.cli import inspect as inspect_command
 from fsdp_ckpt.cli import launch as launch_command
@@ -18,6 +19,7 @@ from fsdp_ckpt.cli import list as list_command
 from fsdp_ckpt.cli import merge as merge_command
 from fsdp_ckpt.cli import prune as prune_command
 from fsdp_ckpt.cli import repair as repair_command
+from fsdp_ckpt.cli import reshard as reshard_command
 from fsdp_ckpt.cli import train as train_command
 from fsdp_ckpt.cli import validate as validate_command
 
@@ -35,6 +37,7 @@ Start here:
   fsdp-ckpt validate CHECKPOINT --deep  every byte: is anything damaged?
   fsdp-ckpt list RUN                    its checkpoints; which one is next?
   fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
+  fsdp-ckpt convert CHECKPOINT OUT --to hf   any layout to any, optimizer too
   fsdp-ckpt train run --kill-at 200     see saving, dying and resuming work
   fsdp-ckpt config init                 describe an FSDP setup; then launch
 \b
@@ -66,7 +69,7 @@ def root(
         bool, typer.Option("--debug", callback=_debug, is_eager=True, help="Show tracebacks. Also FSDP_CKPT_DEBUG=1.")
     ] = False,
 ) -> None:
-    """Checkpoints of PyTorch FSDP: look into them, check and merge them without torch; start and resume jobs."""
+    """Checkpoints of PyTorch FSDP: look, check, merge and convert without torch; start and resume jobs."""
 
 
 app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
@@ -74,6 +77,8 @@ app.command("diff", epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command("validate", epilog=validate_command.EXAMPLES)(validate_command.validate)
 app.command("list", epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
+app.command("convert", epilog=convert_command.EXAMPLES)(convert_command.convert)
+app.command("reshard", epilog=reshard_command.EXAMPLES)(reshard_command.reshard)
 app.command("prune", epilog=prune_command.EXAMPLES)(prune_command.prune)
 app.command("repair", epilog=repair_command.EXAMPLES)(repair_command.repair)
 app.command("train", epilog=train_command.TRAIN_EXAMPLES)(train_command.train)

@@ -1,7 +1,7 @@
 """From exceptions to messages and exit codes, in one place.
 
 Exit codes: 0 ok, 1 findings, 2 usage, 3 no or unknown checkpoint, 4 corrupt or incomplete, 5 destination exists,
-6 not enough memory or disk, 8 incompatible, 70 internal, 130 and 143 signals.
+6 not enough memory or disk, 7 network or hub, 8 incompatible, 70 internal, 130 and 143 signals.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _left() -> str:
 
 def _resume_hint() -> str | None:
     arguments: list[Any] = sys.argv[1:]
-    if not arguments or arguments[0] != "merge" or "--resume" in arguments:
+    if not arguments or arguments[0] not in ("merge", "convert", "reshard") or "--resume" in arguments:
         return None
     import shlex
 

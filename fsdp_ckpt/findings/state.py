@@ -12,9 +12,11 @@ KINDS = (
         name="flat-parameters",
         title="FSDP1 flat parameters",
         meaning="Names and shapes are not in the files: only the same model, wrapped by FSDP1 in the same way, can "
-        "load them.",
+        "load them as they are.",
         causes="LOCAL_STATE_DICT, or state_dict() of the wrapped model with use_orig_params=False.",
-        fix="Load it with load_state into the model that saved it, and save with SHARDED_STATE_DICT.",
+        fix="Give the shapes: the model's config.json, or [[name, shape], …] in the order of named_parameters() as "
+        "JSON. Or load it with load_state into the model that saved it, and save with SHARDED_STATE_DICT.",
+        command="fsdp-ckpt convert {path} OUT --to accelerate --shapes-from shapes.json",
     ),
     Kind(
         code="E402",
@@ -44,11 +46,8 @@ KINDS = (
         meaning="PEFT does not match them, warns, and goes on with an adapter of zeros: the training is lost.",
         causes="The adapter was saved through torch.compile or another wrapper, or by state_dict() instead of "
         "save_pretrained().",
-        fix="Rename them with merge. It writes model.safetensors, but PEFT looks for adapter_model.safetensors: rename "
-        "this file, too.",
-        command=r"fsdp-ckpt merge {path} OUT --rename 's/^(.*base_model\.model\.)?/base_model.model./' "
-        r"--rename 's/(\.lora_\w*[AB])\.(?!weight$|bias$)\w+/\1/' "
-        "&& mv OUT/model.safetensors OUT/adapter_model.safetensors",
+        fix="Write the adapter under PEFT's names.",
+        command="fsdp-ckpt convert {path} OUT --to adapter",
     ),
     Kind(
         code="W501",

@@ -103,7 +103,8 @@ def refuse_damaged(checkpoint: Checkpoint, compared: Sequence[Part], *, label: s
         if part.flat is not None:
             raise FlatParameters(
                 f"{label} (`{path}`): {part.name}: {part.flat}",
-                hint="load it into the wrapped model it was saved from, and save that as SHARDED_STATE_DICT",
+                hint=f"fsdp-ckpt convert {shlex.quote(path)} OUT --to accelerate --shapes-from shapes.json"
+                "    (and compare OUT)",
             )
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_ckpt.codec.safetensors import plan_header
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, lay_out_archive, seal_archive
+from fsdp_ckpt.ops.tensor_tasks import tasks_of
 from fsdp_ckpt.plan.output import OutputFile
 from fsdp_ckpt.run.engine import OutputSpec, Task
-from fsdp_ckpt.run.tasks import cut_tasks
 
 __all__ = ["PATTERNS", "index_json", "lay_out_bin", "lay_out_safetensors"]
 
@@ -23,9 +23,7 @@ def lay_out_safetensors(file: OutputFile) -> OutputSpec:
     Raises:
         Incompatible: A dtype that safetensors does not have.
     """
-    head, ranges = plan_header(
-        [(tensor.name, tensor.dtype, tensor.source.shape) for tensor in file.tensors], {"format": "pt"}
-    )
+    head, ranges = plan_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"})
     return OutputSpec(
         name=file.name,
         size=max((stop for _, stop in ranges.values()), default=len(head)),
@@ -38,9 +36,7 @@ def lay_out_safetensors(file: OutputFile) -> OutputSpec:
 def lay_out_bin(file: OutputFile, tied: Mapping[str, str]) -> OutputSpec:
     """Return the spec of a torch.save file; tied tensors share a storage and keep both names."""
     storages = {tensor.name: storage for storage, tensor in enumerate(file.tensors)}
-    rows = [
-        ArchiveTensor(name=t.name, dtype=t.dtype, shape=t.source.shape, storage=storages[t.name]) for t in file.tensors
-    ]
+    rows = [ArchiveTensor(name=t.name, dtype=t.dtype, shape=t.shape, storage=storages[t.name]) for t in file.tensors]
     by_name = {row.name: row for row in rows}
     rows += [
         ArchiveTensor(name=name, dtype=by_name[kept].dtype, shape=by_name[kept].shape, storage=storages[kept])
@@ -66,7 +62,7 @@ def lay_out_bin(file: OutputFile, tied: Mapping[str, str]) -> OutputSpec:
 
 def _tasks(file: OutputFile, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Task]]:
     for tensor in sorted(file.tensors, key=lambda tensor: ranges[tensor.name]):
-        for task in cut_tasks(tensor.source, tensor.dtype, position=ranges[tensor.name][0]):
+        for task in tasks_of(tensor, None, position=ranges[tensor.name][0]):
             yield tensor.name, task
 
 
@@ -76,7 +72,7 @@ def index_json(files: Sequence[OutputFile], tied: Mapping[str, str], *, keep_tie
     if keep_tied:
         weight_map |= {name: weight_map[kept] for name, kept in tied.items()}
     total = sum(file.num_bytes for file in files)
-    parameters = sum(tensor.source.numel for file in files for tensor in file.tensors)
+    parameters = sum(tensor.numel for file in files for tensor in file.tensors)
     index = {
         "metadata": {"total_parameters": parameters, "total_size": total},
         "weight_map": dict(sorted(weight_map.items())),

@@ -20,7 +20,7 @@ from fsdp_ckpt.plan.merge import Selection, select_tensors
 from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.units import parse_size
 
-__all__ = ["DEFAULT_SHARD_SIZE", "MergeOptions", "MergePlan", "plan_merge"]
+__all__ = ["DEFAULT_SHARD_SIZE", "MergeOptions", "MergePlan", "cast_target", "plan_merge"]
 
 DEFAULT_SHARD_SIZE = "50GB"
 """Largest file by default, as ``save_pretrained`` of transformers 5."""
@@ -105,7 +105,7 @@ def plan_merge(
     if chosen.jobs is not None and chosen.jobs < 1:
         raise UsageError("--jobs must be at least 1")
     max_shard_bytes = parse_size(chosen.max_shard_size)
-    dtype, renames = _cast_target(chosen.dtype), parse_rename(chosen.rename)
+    dtype, renames = cast_target(chosen.dtype), parse_rename(chosen.rename)
     checkpoint = read_checkpoint(texts)
     part, notes = choose_model_part(checkpoint, chosen.part, paths=texts, out=out)
     refuse_incomplete(part, paths=texts, out=out)
@@ -146,7 +146,12 @@ def plan_merge(
     )
 
 
-def _cast_target(name: str | None) -> DType | None:
+def cast_target(name: str | None) -> DType | None:
+    """Return the element type that ``--dtype`` names, None for none.
+
+    Raises:
+        UsageError: It is none that float tensors are converted to.
+    """
     if name is None:
         return None
     full = _SHORT.get(name.lower(), name.lower().removeprefix("torch."))

@@ -17,18 +17,42 @@ from fsdp_ckpt.units import format_size
 __all__ = ["check_destination", "check_space"]
 
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_CHECKPOINT = re.compile(
+    r"\.metadata|__\d+_\d+\.distcp|pytorch_model_fsdp(_\d+)?(\.bin)?|optimizer(_\d+)?(\.bin)?|scheduler(_\d+)?\.(bin|pt)"
+    r"|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|adapter_model\.safetensors|trainer_state\.json"
+)
+"""What a conversion to a training checkpoint makes, which another one may replace when it is told to."""
 
 
 def check_destination(
-    destination: Path, checkpoint: Checkpoint, *, sources: Sequence[str], out: str, overwrite: bool, into: bool = False
+    destination: Path,
+    checkpoint: Checkpoint,
+    *,
+    sources: Sequence[str],
+    out: str,
+    overwrite: bool,
+    into: bool = False,
+    command: str = "merge",
+    replaces_checkpoints: bool = False,
 ) -> None:
     """Refuse a destination that is in the way or would destroy something.
+
+    Args:
+        destination: The folder to make, links resolved.
+        checkpoint: The source.
+        sources: As the user typed them.
+        out: Likewise.
+        overwrite: Whether an earlier result may be replaced.
+        into: Whether the folder may have files of its own.
+        command: The command that was typed, for messages.
+        replaces_checkpoints: Whether an earlier result may be a training checkpoint.
 
     Raises:
         UsageError: It is a file name, or lies within the source, or around it.
         DestinationExists: It has content that may not be replaced.
     """
-    quoted = f"fsdp-ckpt merge {shlex.join(sources)}"
+    quoted = f"fsdp-ckpt {command} {shlex.join(sources)}"
+    other = f"-{command}{'d' if command.endswith('e') else 'ed'}"
     if "://" in out:
         raise UsageError(f"`{out}` is not a local folder", hint=f"{quoted} FOLDER")
     if destination.suffix in (".safetensors", ".bin", ".pt") and not destination.is_dir():
@@ -37,7 +61,7 @@ def check_destination(
     roots = [root.resolve() for root in checkpoint.roots]
     if any(destination == root or (destination in root.parents and not into) for root in roots):
         raise UsageError(
-            f"`{out}` holds the checkpoint itself", hint=f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
+            f"`{out}` holds the checkpoint itself", hint=f"{quoted} {shlex.quote(out.rstrip('/') + other)}"
         )
     if not destination.exists():
         return
@@ -46,14 +70,15 @@ def check_destination(
     names = sorted(entry.name for entry in destination.iterdir() if not is_staging(entry.name))
     if not names or into:
         return
-    foreign = [name for name in names if not _WEIGHTS.fullmatch(name) and not SIDE_FILES.fullmatch(name)]
-    elsewhere = f"{quoted} {shlex.quote(out.rstrip('/') + '-merged')}"
+    own = [_WEIGHTS, SIDE_FILES, *([_CHECKPOINT] if replaces_checkpoints else [])]
+    foreign = [name for name in names if not any(pattern.fullmatch(name) for pattern in own)]
+    elsewhere = f"{quoted} {shlex.quote(out.rstrip('/') + other)}"
     if overwrite and not foreign:
         return
     if foreign:
         more = "; --overwrite would replace the whole folder" if overwrite else ""
         raise DestinationExists(
-            f"`{out}` holds `{foreign[0]}`, which is not part of a merged model{more}", hint=elsewhere
+            f"`{out}` holds `{foreign[0]}`, which is not part of a {command} result{more}", hint=elsewhere
         )
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
     raise DestinationExists(

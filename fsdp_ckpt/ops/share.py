@@ -18,7 +18,7 @@ from fsdp_ckpt.run.engine import OutputSpec
 from fsdp_ckpt.store.leftovers import PUBLISH_LOCK, is_at
 from fsdp_ckpt.store.publish import Staging
 
-__all__ = ["Share", "all_done", "note_done", "publish_lock", "share_from_environment"]
+__all__ = ["Share", "all_done", "note_done", "process_share", "publish_lock", "share_from_environment"]
 
 _SPECIAL_STEPS = 4294967290
 """SLURM gives batch scripts and interactive shells step ids from here on: one process, whatever SLURM_NTASKS says."""
@@ -72,6 +72,11 @@ def share_from_environment(environment: Mapping[str, str]) -> Share | None:
     if int(rank) >= int(count):
         raise UsageError(f"the environment says rank {rank} of {count} processes, which cannot be")
     return Share(index=int(rank) + 1, count=int(count))
+
+
+def process_share() -> Share | None:
+    """Return this process's share of the work as torchrun or srun says, None when it is alone."""
+    return share_from_environment(os.environ)
 
 
 def note_done(staging: Staging, share: Share) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,15 @@ from fsdp_ckpt.run.copy import Copier
 from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.run.tasks import CopyTask
 from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.store.publish import Staging
 
-__all__ = ["WriteJob", "WriteOptions", "Written", "identify", "num_workers", "write_out"]
+__all__ = ["SmallFile", "WriteJob", "WriteOptions", "Written", "identify", "num_workers", "write_out"]
+
+SmallFile = bytes | Path | Callable[[Path, Mapping[str, Mapping[str, int]]], bytes]
+"""Content; a file to copy; or what makes the content of the folder that has all large files, and of the CRC-32 of every
+tensor in them, by file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class WriteJob:
         destination: The folder to make, links resolved.
         roots: Folders that the sources' files are relative to.
         specs: The large files.
-        files: The small ones, by name: their content, or a file to copy. They are written last, in this order.
+        files: The small ones, by name. They are written last, in this order.
         identity: Hexadecimal; equal for runs that would write the same bytes.
         options: How.
     """
@@ -63,7 +68,7 @@ class WriteJob:
     destination: Path
     roots: Sequence[Path]
     specs: Sequence[OutputSpec]
-    files: Mapping[str, bytes | Path]
+    files: Mapping[str, SmallFile]
     identity: str
     options: WriteOptions
 
@@ -167,6 +172,11 @@ def _fill(job: WriteJob, staging: Staging, listener: Listener | None) -> dict[st
             writeback=options.fsync,
             hash_output=options.keep_crcs or any(spec.seal is not None for spec in todo),
         )
+        names = {spec.name for spec in todo}
+        finished = [spec for spec in job.mine if spec.name not in names]
+        for task in (task for spec in finished for _, task in spec.tasks()):
+            if isinstance(task, CopyTask):
+                copier.expect(task)
         return write_files(
             todo, staging, copier, jobs=num_workers(options), durable=options.fsync, need_crcs=options.keep_crcs
         )
@@ -189,6 +199,7 @@ def _publish(job: WriteJob, staging: Staging) -> None:
     for name, content in job.files.items():
         if isinstance(content, Path):
             staging.add_copy(name, content, durable=job.options.fsync)
-        else:
-            staging.add_file(name, content, durable=job.options.fsync)
+            continue
+        data = content if isinstance(content, bytes) else content(staging.path, _load_crcs(staging, job.specs))
+        staging.add_file(name, data, durable=job.options.fsync)
     staging.publish(durable=job.options.fsync)

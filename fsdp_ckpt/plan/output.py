@@ -19,7 +19,7 @@ class Window:
     Attributes:
         offsets: Where it begins in the source, per dimension.
         lengths: Its extent there.
-        shape: Its shape in the result: ``lengths``, perhaps without dimensions of length 1.
+        shape: Its shape in the result: ``lengths``, perhaps without leading dimensions of length 1.
     """
 
     offsets: Shape

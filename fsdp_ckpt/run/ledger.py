@@ -69,12 +69,20 @@ class Ledger:
             if account.left_bytes > 0:
                 return 0
             del self._open[place]
-            self._settled.add(place)
         found = _combine(account, first, last)
         if found is None:  # pieces overlap, or no library that combines checksums
-            return verify_record(store, chunk, key=key)
-        check_crc(chunk, found, key=key)
+            verify_record(store, chunk, key=key)
+        else:
+            check_crc(chunk, found, key=key)
+        with self._lock:
+            self._settled.add(place)
         return last - first
+
+    def expect(self, store: LocalStore, chunk: Chunk, *, key: str) -> None:
+        """Take a record into account of which an earlier run has read a piece: ``finish`` compares it."""
+        first, last = chunk.crc_range or (chunk.start, chunk.stop)
+        with self._lock:
+            self._open.setdefault((store, chunk.file, first, last), _Account(chunk, key, last - first))
 
     def verify_once(self, store: LocalStore, chunk: Chunk, *, key: str) -> int:
         """Read a record through and compare, unless that was done before.
@@ -91,9 +99,13 @@ class Ledger:
         with self._lock:
             if place in self._settled:
                 return 0
+        # Whoever comes meanwhile compares it as well: nobody may take it for sound before it is known to be.
+        compared_bytes = verify_record(store, chunk, key=key)
+        with self._lock:
+            is_first = place not in self._settled
             self._settled.add(place)
             self._open.pop(place, None)
-        return verify_record(store, chunk, key=key)
+        return compared_bytes if is_first else 0
 
     def finish(self) -> int:
         """Compare the records of which something is left, reading them through.

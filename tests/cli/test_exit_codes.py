@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -47,6 +48,18 @@ def _short(folder: Path) -> Path:
     with open(target / "__0_0.distcp", "r+b") as file:
         file.truncate(1000)
     return target
+
+
+def _flat(folder: Path) -> Path:
+    """Beside it the shapes are written that the hint asks for."""
+    units = json.loads((LOCAL / "layout.json").read_text())["flat_params"]["0"]
+    shapes = [
+        [f"{unit}.{name}".removeprefix("."), shape]
+        for unit, held in units.items()
+        for name, shape in zip(held["fqns"], held["shapes"], strict=True)
+    ]
+    (folder / "shapes.json").write_text(json.dumps(shapes))
+    return LOCAL
 
 
 def _unsafe(folder: Path) -> Path:
@@ -132,7 +145,7 @@ CASES: dict[str, tuple[int, Make, list[str]]] = {
     "destination-full": (5, _full_destination, []),
     "destination-foreign": (5, _foreign_destination, []),
     "destination-foreign-overwrite": (5, _foreign_destination, ["--overwrite"]),
-    "flat": (8, lambda _: LOCAL, []),
+    "flat": (8, _flat, []),
     "collision": (8, lambda _: DCP, ["--rename", "s/.*/same/"]),
     "dtype-not-in-format": (8, _complex, []),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_ckpt.errors import CheckpointNotFound, FsdpCkptError, UnknownLayout, UsageError
 from fsdp_ckpt.layouts.composite import looks_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp
+from fsdp_ckpt.layouts.frameworks import looks_nested
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
 from fsdp_ckpt.store.leftovers import leftovers
@@ -104,7 +105,7 @@ def _parent(path: Path) -> str:
 
 
 def _is_checkpoint(folder: Folder) -> bool:
-    return looks_like_dcp(folder) or looks_composite(folder)
+    return looks_like_dcp(folder) or looks_composite(folder) or looks_nested(folder)
 
 
 def _inner(folder: Folder, text: str) -> Place:

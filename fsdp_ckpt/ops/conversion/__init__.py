@@ -1,0 +1,1 @@
+"""What ``convert`` and ``reshard`` do, in parts."""

@@ -1,0 +1,136 @@
+"""Decide everything about a conversion from metadata: what is read, what becomes of it, which files hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdp_ckpt.catalog import Checkpoint, Part, Severity
+from fsdp_ckpt.layouts.flat_params import name_flat_parameters
+from fsdp_ckpt.layouts.registry import read_checkpoint
+from fsdp_ckpt.ops.conversion.chosen import Chosen, choose_parts
+from fsdp_ckpt.ops.conversion.contents import model_content, optimizer_content
+from fsdp_ckpt.ops.conversion.layouts import Laid
+from fsdp_ckpt.ops.conversion.options import ConvertOptions, check_options, wants
+from fsdp_ckpt.ops.conversion.report import WrittenPart
+from fsdp_ckpt.ops.conversion.shapes_from import shapes_from
+from fsdp_ckpt.plan.output import OutputPart
+from fsdp_ckpt.plan.reshard import Sharding
+from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.store.local import LocalStore
+
+__all__ = ["ConvertPlan", "begin_plan"]
+
+_ONE_MODEL = ("safetensors", "hf", "torch", "adapter")
+
+
+@dataclass(kw_only=True)
+class ConvertPlan:
+    """What a conversion will do; filled step by step.
+
+    Attributes:
+        sources: The checkpoint, as given.
+        checkpoint: Its catalog.
+        store: Its files.
+        chosen: The parts that are read.
+        options: As given.
+        models: What is written of each model.
+        optimizers: Likewise.
+        laid: The files of the result.
+        written: What is in them.
+        sharding: How they are sharded; None where they are not.
+        renamed: New name by key.
+        excluded: Tensors left out by filters.
+        tied: Name kept by name not written.
+        left: What of the source is not in the result.
+        notes: What was chosen on the user's behalf.
+        warnings: What the user should know.
+    """
+
+    sources: Sequence[str]
+    checkpoint: Checkpoint
+    store: LocalStore
+    chosen: Chosen
+    options: ConvertOptions
+    models: list[OutputPart] = field(default_factory=list)
+    optimizers: list[OutputPart] = field(default_factory=list)
+    laid: Laid = field(default_factory=Laid)
+    written: list[WrittenPart] = field(default_factory=list)
+    sharding: Sharding | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
+    excluded: int = 0
+    tied: Mapping[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """The folders that all files of the checkpoint are relative to."""
+        return self.checkpoint.roots
+
+    @property
+    def saved_world_size(self) -> int | None:
+        """Ranks that wrote what is read, where that is known."""
+        sizes = [part.world_size for part in self.chosen.parts if part.world_size]
+        return max(sizes, default=self.checkpoint.world_size)
+
+    def note_written(self, part: OutputPart, written_as: str) -> None:
+        """Say that a part is in the result."""
+        self.written.append(
+            WrittenPart(
+                name=part.name,
+                role=str(part.role),
+                written_as=written_as,
+                num_tensors=len(part.tensors),
+                num_objects=len(part.objects),
+                num_parameters=sum(tensor.numel for tensor in part.tensors),
+                tensor_bytes=sum(tensor.num_bytes for tensor in part.tensors),
+            )
+        )
+
+    def note_left(self, part: Part | OutputPart, why: str) -> None:
+        """Say that a part of the source, or the values in it, are not in the result."""
+        what = [f"{len(part.tensors)} tensors"] if part.tensors else []
+        what += [f"{len(part.objects)} values"] if part.objects else []
+        self.left.append(f"{part.name} ({', '.join(what) or 'empty'}): {why}")
+
+
+def begin_plan(sources: Sequence[str], options: ConvertOptions, *, out: str) -> ConvertPlan:
+    """Read the metadata of a checkpoint and decide what is written of it; the target's layout comes after that.
+
+    Args:
+        sources: The checkpoint, as given.
+        options: The options.
+        out: The destination, for messages.
+
+    Raises:
+        As ``convert``.
+    """
+    check_options(options)
+    checkpoint = read_checkpoint(sources)
+    if options.shapes_from is not None:
+        checkpoint = name_flat_parameters(checkpoint, shapes_from(options.shapes_from))
+    several = options.to not in _ONE_MODEL
+    chosen = choose_parts(checkpoint, wants(options), several=several, paths=sources, out=out)
+    plan = ConvertPlan(
+        sources=sources, checkpoint=checkpoint, store=LocalStore(checkpoint.roots), chosen=chosen, options=options
+    )
+    plan.notes += chosen.notes
+    for part in chosen.models:
+        selection, content = model_content(part, options)
+        plan.models.append(content)
+        plan.renamed |= selection.renamed
+        plan.excluded += len(selection.excluded)
+    only = chosen.models[0] if len(chosen.models) == 1 else None
+    if only is None:  # its names may be needed all the same
+        models = [part for part in checkpoint.parts if part.role == "model" and part.flat is None and part.is_complete]
+        only = models[0] if len(models) == 1 else None
+    with Sources(checkpoint.roots) as opened:
+        for part in chosen.optimizers:
+            content = optimizer_content(part, model=only, sources=opened, options=options, notes=plan.notes)
+            plan.optimizers.append(content)
+    for part in chosen.parts:
+        plan.warnings += [f"{p.where}: {p.message}" for p in part.problems if p.severity is Severity.WARNING]
+    return plan

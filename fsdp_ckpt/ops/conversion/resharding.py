@@ -1,0 +1,185 @@
+"""Plan another sharding of a checkpoint that is distributed already: the same keys, values and files beside."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, TensorEntry
+from fsdp_ckpt.errors import CorruptCheckpoint
+from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, manifest_of, write_manifest
+from fsdp_ckpt.ops.conversion.chosen import Chosen, choose_parts
+from fsdp_ckpt.ops.conversion.layouts import dcp_folder
+from fsdp_ckpt.ops.conversion.options import ConvertOptions, sharding_of
+from fsdp_ckpt.ops.conversion.plan import ConvertPlan
+from fsdp_ckpt.ops.side_files import find_side_files
+from fsdp_ckpt.plan.output import OutputObject, OutputPart, OutputTensor
+from fsdp_ckpt.plan.reshard import Sharding
+from fsdp_ckpt.run.checksum import checksum_range, combine_crc, crc32
+from fsdp_ckpt.run.engine import OutputSpec
+from fsdp_ckpt.store.leftovers import is_staging
+from fsdp_ckpt.store.local import LocalStore
+
+__all__ = ["plan_resharding"]
+
+_DEPTH = 4
+
+
+def plan_resharding(
+    checkpoint: Checkpoint, options: ConvertOptions, *, paths: Sequence[str], out: str
+) -> ConvertPlan | None:
+    """Return how a distributed checkpoint is written for other ranks; None where the source is none.
+
+    Args:
+        checkpoint: The source.
+        options: ``world_size``, ``mesh``, ``placements``, ``part``, and how to write.
+        paths: As the user typed them, for messages.
+        out: The destination, for messages.
+
+    Raises:
+        As ``reshard``.
+    """
+    wanted = options.part or "all"
+    chosen = choose_parts(checkpoint, wanted, several=True, paths=paths, out=out)
+    own = [part for part in chosen.others if part.dialect == "dcp"]
+    if any(part.dialect != "dcp" for part in (*chosen.models, *chosen.optimizers)):
+        return None
+    parts = [*chosen.models, *chosen.optimizers, *own]
+    plan = ConvertPlan(
+        sources=paths,
+        checkpoint=checkpoint,
+        store=LocalStore(checkpoint.roots),
+        chosen=Chosen(models=chosen.models, optimizers=chosen.optimizers, others=own, notes=chosen.notes),
+        options=options,
+    )
+    plan.notes += chosen.notes
+    plan.warnings += [f"{p.where}: {p.message}" for part in parts for p in part.problems if p.severity != "note"]
+    plan.sharding = sharding_of(options, plan.saved_world_size)
+    manifest = manifest_of(plan.store) if wanted == "all" else None
+    save_id = _save_id(manifest, plan.sharding) if manifest is not None else None
+    folders: dict[str, list[tuple[tuple[str, ...], OutputPart]]] = {}
+    for part in parts:
+        head = _head(part)
+        folders.setdefault(part.folder, []).append((head, _as_it_is(part)))
+        plan.note_written(folders[part.folder][-1][1], part.folder or ".")
+    plan.models = [content for _, content in (pair for group in folders.values() for pair in group)]
+    for folder, group in folders.items():
+        dcp_folder(plan.laid, group, plan.sharding, plan.store, folder=folder, save_id=save_id)
+    _add_files_beside(plan, parts, everything=wanted == "all")
+    if manifest is not None and save_id is not None:
+        _add_manifest(plan, manifest, save_id)
+    return plan
+
+
+def _save_id(manifest: Manifest, sharding: Sharding) -> str:
+    """Return what the files of the result say: the same in a run that resumes, and in every process that shares it."""
+    places = [(one.pattern, one.dims) for one in sharding.placements]
+    return hashlib.sha256(json.dumps([manifest.save_id, sharding.mesh.shape, places]).encode()).hexdigest()[:32]
+
+
+def _head(part: Part) -> tuple[str, ...]:
+    """Return what stands before a part's own names in the keys of its folder: ``("state", "model")``."""
+    entries: list[TensorEntry | ObjectEntry] = [*part.tensors.values(), *part.objects.values()]
+    for entry in entries:
+        own = _dotted(entry)
+        if entry.key == own:
+            return ()
+        if not entry.key.endswith("." + own):
+            raise CorruptCheckpoint(f"`{entry.key}` is not where its part `{part.name}` is")
+        return tuple(entry.key[: -len(own) - 1].split("."))
+    return ()
+
+
+def _dotted(entry: TensorEntry | ObjectEntry) -> str:
+    return ".".join(map(str, entry.path or (entry.name,)))
+
+
+def _as_it_is(part: Part) -> OutputPart:
+    tensors = [
+        OutputTensor(name=entry.name, dtype=entry.dtype, source=entry, path=entry.path or (entry.name,))
+        for entry in part.tensors.values()
+    ]
+    objects = [OutputObject(path=entry.path or (entry.name,), source=entry) for entry in part.objects.values()]
+    return OutputPart(name=part.name, role=part.role, tensors=tensors, objects=objects)
+
+
+def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: bool) -> None:
+    """Add the files that are no data of the checkpoint: random states, configuration, tokenizer."""
+    if not everything:
+        folders = [root / part.folder for part in plan.chosen.models for root in plan.roots]
+        plan.laid.files = {**(find_side_files(*folders).files if folders else {}), **plan.laid.files}
+        return
+    data = {file for part in parts for file in part.files}
+    folders_of_data = {part.folder for part in parts}
+    copied: dict[str, Path] = {}
+    for root in plan.roots:
+        for name in _files_below(root):
+            folder, _, file = name.rpartition("/")
+            is_data = name in data or (folder in folders_of_data and file.endswith((".distcp", ".metadata", ".tmp")))
+            if is_data or name == MANIFEST or name in copied:
+                continue
+            try:
+                copied[name] = Path(plan.store.path(name))
+            except CorruptCheckpoint:
+                plan.left.append(f"{name}: a link that leads out of the checkpoint")
+    plan.laid.files = {**copied, **plan.laid.files}
+    per_rank = [part for part in plan.checkpoint.parts if part.role in ("rng", "dataloader") and part.files]
+    if per_rank and plan.sharding is not None and plan.saved_world_size != plan.sharding.mesh.num_ranks:
+        plan.notes.append(
+            f"{len(per_rank)} parts hold what each of the {plan.saved_world_size} ranks kept for itself (random "
+            "states, places in the data): they stay as they are"
+        )
+
+
+def _files_below(root: Path) -> Iterator[str]:
+    """Yield the files of a folder and of those in it, as paths from it; no links to folders, no hidden leftovers."""
+    for folder, names, files in os.walk(root):
+        inner = Path(folder).relative_to(root)
+        names[:] = [name for name in names if not is_staging(name) and len(inner.parts) < _DEPTH]
+        for file in sorted(files):
+            yield (inner / file).as_posix()
+
+
+def _add_manifest(plan: ConvertPlan, manifest: Manifest, save_id: str) -> None:
+    """Add a manifest for the files as they will be; what it says about the training job stays."""
+    specs = {spec.name: spec for spec in plan.laid.specs}
+    metadata = {name: content for name, content in plan.laid.files.items() if isinstance(content, bytes)}
+
+    def content(folder: Path, crcs: Mapping[str, Mapping[str, int]]) -> bytes:
+        files = {
+            path: facts for path, facts in manifest.files.items() if path in plan.laid.files and path not in metadata
+        }
+        files |= {name: (len(data), f"{crc32(data, 0):08x}") for name, data in metadata.items()}
+        for name, spec in specs.items():
+            files[name] = (spec.size, f"{_file_crc(folder / name, spec, crcs[name]):08x}")
+        return write_manifest(replace(manifest, save_id=save_id, files=files))
+
+    plan.laid.files[MANIFEST] = content
+
+
+def _file_crc(path: Path, spec: OutputSpec, crcs: Mapping[str, int]) -> int:
+    """Return the CRC-32 of a whole file from those of its tensors and of what lies around them."""
+    pieces = [(start, stop - start, crcs[name]) for name, (start, stop) in spec.ranges.items()]
+    around = [(0, spec.head), *(spec.seal(crcs) if spec.seal is not None else ())]
+    pieces += [(start, len(data), crc32(data, 0)) for start, data in around]
+    found: int | None = 0
+    position = 0
+    for start, length, crc in sorted(pieces):
+        if not length:
+            continue
+        gap = bytes(start - position)
+        for more, num_bytes in ((crc32(gap, 0), len(gap)), (crc, length)):
+            if num_bytes and found is not None:
+                found = combine_crc(found, more, num_bytes)
+        position = start + length
+    if found is not None and position == spec.size:
+        return found
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # no library that combines checksums
+    try:
+        return checksum_range(fd, 0, spec.size)
+    finally:
+        os.close(fd)

@@ -41,7 +41,7 @@ def test_p49_inspect_shows_both_on_the_terminal(built: Path) -> None:
 def test_p51_no_tensor_of_an_adapter_is_dropped(built: Path, tmp_path: Path) -> None:
     """huggingface/peft#2945, accelerate#3732.
 
-    Left out: splitting into base model and adapter, which is convert's. A merge keeps all six tensors and their names.
+    Splitting into base model and adapter: test_convert_adapters. A merge keeps all six tensors and their names.
     """
     report, found = merge_and_load(built / "p51", tmp_path / "out")
     assert_same(found, adapted())

@@ -31,7 +31,7 @@ def test_p01_plain_buffers_are_not_row_shards(variant: str, built: Path, tmp_pat
 def test_p03_fsdp_over_tensor_parallel_keeps_the_order_of_rows(variant: str, built: Path, tmp_path: Path) -> None:
     """pytorch/torchtitan#1483, pytorch/pytorch#130760: strided shards are not glued in the order of ranks.
 
-    Left out: convert.
+    convert: test_convert.
     """
     _, found = merge_and_load(built / "p03" / variant, tmp_path / "out")
     assert_same(found, reference(Mlp()))
@@ -61,7 +61,7 @@ def test_p03_inspect_shows_placements(built: Path) -> None:
 def test_p05_dimensions_smaller_than_the_world(variant: str, shards: list[int], built: Path, tmp_path: Path) -> None:
     """pytorch/pytorch#108869, #102821: ranks without rows, with a zero-size chunk (FSDP2) or without one (FSDP1).
 
-    Left out: validate, reshard. load_state: test_state_model.
+    reshard: test_convert. load_state: test_state_model.
     """
     folder = built / "p05" / variant
     chunks = FileSystemReader(folder).read_metadata().state_dict_metadata["model.a"]

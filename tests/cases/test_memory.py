@@ -1,4 +1,4 @@
-"""P23: a merge in little memory."""
+"""P23: a merge, and a conversion, in little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ MIB = 1 << 20
 
 def merge_measured(src: Path, out: Path, shard_size: str) -> tuple[int, Any]:
     """Merge in a fresh process; return the peak of its resident memory in bytes, and its report."""
-    command = [sys.executable, "-c", _PROBE, "merge", str(src), str(out), "--max-shard-size", shard_size, "--json"]
+    return run_measured("merge", str(src), str(out), "--max-shard-size", shard_size)
+
+
+def run_measured(*arguments: str) -> tuple[int, Any]:
+    """Run a command in a fresh process; return the peak of its resident memory in bytes, and its report."""
+    command = [sys.executable, "-c", _PROBE, *arguments, "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stderr.splitlines() if line.startswith("VmHWM"))
@@ -59,6 +64,22 @@ def test_p23_memory_does_not_grow_with_the_model(built: Path, tmp_path: Path) ->
     assert report["elapsed_s"] > 0
     assert double < 128e6
     assert abs(double - small) < 16 * MIB
+
+
+@pytest.mark.parametrize("command", ["reshard", "convert"])
+def test_p23_resharding_takes_no_more(command: str, built: Path, tmp_path: Path) -> None:
+    """From two ranks to three, which cuts every shard; and back to one file."""
+    options = ["--to", "dcp"] if command == "convert" else []
+    peaks = []
+    for count in (16, 32):
+        sharded = tmp_path / f"{count}-on-3"
+        peak, report = run_measured(command, str(built / f"p23/{count}"), str(sharded), "--world-size", "3", *options)
+        merge_measured(sharded, tmp_path / f"{count}", "32MB")
+        assert_layers(tmp_path / f"{count}", count, (1024, 2048))
+        assert sum(report["files"].values()) >= count * 8 * MIB
+        peaks.append(peak)
+    assert max(peaks) < 128e6
+    assert abs(peaks[1] - peaks[0]) < 16 * MIB
 
 
 @pytest.mark.slow

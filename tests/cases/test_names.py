@@ -18,7 +18,7 @@ from tests.cases.models import Layered, reference
 def test_p09_a_compiled_block_in_activation_checkpointing(built: Path, tmp_path: Path) -> None:
     """pytorch/torchtitan#2622, pytorch/pytorch#117399, mosaicml/composer#2745: `_orig_mod` in the middle of keys.
 
-    Left out: convert. load_state: test_state_model.
+    convert: test_convert. load_state: test_state_model.
     """
     report, found = merge_and_load(built / "p09", tmp_path / "out")
     expected = reference(Layered())
@@ -84,7 +84,7 @@ def rank_zero_slices(tmp_path: Path) -> Path:
 def test_p13_inspect_shows_the_shapes_of_slices(rank_zero_slices: Path) -> None:
     """axolotl#1947, huggingface/transformers#34080, texttron/tevatron#203: a 1-D embedding, empty norm and head.
 
-    Left out: validate, which knows what config.json expects, and the refusals of convert and reshard.
+    validate: test_validate. convert and reshard: test_convert.
     """
     (part,) = inspect_json(rank_zero_slices)["parts"]
     assert {tensor["name"]: tensor["shape"] for tensor in part["tensors"]} == {

@@ -25,7 +25,7 @@ MODEL_FILES = (
 def test_p19_small_shards_come_with_an_index(run_folder: Path, tmp_path: Path) -> None:
     """pytorch/torchtitan#2137, pytorch/pytorch#171885: from_pretrained needs model.safetensors.index.json.
 
-    Left out: convert.
+    convert: test_convert.
     """
     out = tmp_path / "out"
     report, found = merge_and_load(run_folder, out, max_shard_size=200)

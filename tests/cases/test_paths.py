@@ -49,7 +49,7 @@ def test_p53_an_output_url_is_refused_unchanged(built: Path, tmp_path: Path) -> 
 def test_p54_brackets_spaces_and_stars_in_paths(kind: str, built: Path, tmp_path: Path) -> None:
     """ray-project/ray#15367, tensorflow/tensorflow#34290: the folder's name is no pattern; nor is a tensor's.
 
-    Left out: validate, reshard.
+    reshard: test_convert.
     """
     source = tmp_path / ODD
     if kind == "safetensors":

@@ -58,18 +58,23 @@ PLACES = pytest.mark.parametrize(
 
 
 @PLACES
-@pytest.mark.parametrize("command", ["inspect", "merge"])
+@pytest.mark.parametrize("command", ["inspect", "merge", "convert"])
 def test_p47_code_in_a_pickle_is_refused_by_name(
     command: str, place: Any, file: str, built: Path, tmp_path: Path
 ) -> None:
     """pytorch/pytorch#189308: looking at a downloaded checkpoint must not run what is in it.
 
-    Left out: validate, convert. load_state: test_state_model.
+    validate: test_validate. load_state: test_state_model.
     """
     folder, mark = tmp_path / "ck", tmp_path / "MARK"
     place(folder, built, Touch(mark))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    result = run(command, folder, *([tmp_path / "out"] if command == "merge" else []))
+    options: dict[str, list[str | Path]] = {
+        "inspect": [],
+        "merge": [tmp_path / "out"],
+        "convert": [tmp_path / "out", "--to", "dcp"],
+    }
+    result = run(command, folder, *options[command])
     assert result.returncode == 4
     assert "posix.system" in result.stderr
     assert file in result.stderr

@@ -105,7 +105,7 @@ def test_p17_dtypes_are_kept_by_default(built: Path, tmp_path: Path) -> None:
 def test_p17_casts_round_as_torch_does(target: torch.dtype, built: Path, tmp_path: Path) -> None:
     """NaN, infinity, subnormals and the sign of zero included.
 
-    Left out: convert, and the load of a bf16 checkpoint into an fp32 model.
+    convert: test_convert. The load of a bf16 checkpoint into an fp32 model: test_state_model.
     """
     report, found = merge_and_load(built / "p17", tmp_path / "out", dtype=str(target).removeprefix("torch."))
     expected = {name: value.to(target) for name, value in mixed().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def test_p11_names_that_begin_as_peft_has_them(name: str, tmp_path: Path) -> Non
     save_file({name: torch.ones(2, 6)}, tmp_path / "adapter_model.safetensors")
     code, (one,) = validate(tmp_path)
     assert (code, one["name"], one["where"]) == (0, "adapter-prefix", name)
-    assert one["next"].endswith("mv OUT/model.safetensors OUT/adapter_model.safetensors")
+    typed = shlex.split(one["next"].replace("OUT", str(tmp_path / "out")))
+    assert typed[0] == "fsdp-ckpt"
+    assert run(*typed[1:]).returncode == 0
+    assert validate(tmp_path / "out") == (0, [])
 
 
 def test_p12_local_flat_parameters(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT", com
         if part.role is Role.MODEL:
             command = f"fsdp-ckpt convert {shlex.join([*paths, out])} --to safetensors --shapes-from shapes.json"
             hint = f"{command}    (the model's shapes in the module's order; its config.json will do as well)"
-        raise FlatParameters(f"{part.name}: {part.flat}", hint=hint)
+        raise FlatParameters(f"{part.name}: {part.flat}; the wrapped model that it was saved from knows", hint=hint)
     errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
     if errors:
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""

@@ -29,6 +29,8 @@ FIXTURES = Path(__file__).parents[3] / "fixtures"
 FILES = sorted([*FIXTURES.glob("**/.metadata"), *FIXTURES.glob("**/__*.metadata")])
 # torch 2.15 writes six fields, Python 3.13 another module of paths: older ones cannot unpickle these.
 NEWER = ("torch215_hand2", "torch215_hand4", "py313_style")
+# Their writers put classes of their own into them.
+FOREIGN = ("bytecheckpoint", "olmo_core")
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_real_files(path: Path) -> None:
     data = path.read_bytes()
     found = as_plain(read_both(data))
     assert found["storage"]
-    if not set(NEWER) & set(path.parts):
+    if not {*NEWER, *FOREIGN} & set(path.parts):
         assert found == by_torch(pickle.loads(data))
 
 

@@ -97,6 +97,8 @@ def _card(console: Console, report: InspectReport) -> None:
     if report.world_size is not None:
         facts.append(("ranks", str(report.world_size)))
     facts += report.facts
+    if report.fetched_bytes is not None:
+        facts.append(("fetched", f"{format_size(report.fetched_bytes)} in {report.requests} requests"))
     if report.side_files:
         names = [file.rpartition("/")[2] for file in report.side_files]
         facts.append(("beside it", ", ".join(names[:6]) + (", …" if len(names) > 6 else "")))

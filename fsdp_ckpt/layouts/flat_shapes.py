@@ -20,6 +20,7 @@ from fsdp_ckpt.errors import CheckpointNotFound, NoModelWeights, UsageError
 from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.names import strip_wrappers
 from fsdp_ckpt.plan.extents import same_bytes
+from fsdp_ckpt.store.remote.mirrors import materialise
 
 __all__ = ["SHAPES_HINT", "ModelShapes", "order_doubt", "read_shapes", "shapes_of_part"]
 
@@ -162,7 +163,7 @@ def _memory_order(shape: Shape, strides: Shape | None) -> tuple[int, ...] | None
 
 def _from_json(place: Path) -> ModelShapes:
     try:
-        with place.open("rb") as file:
+        with materialise(place).open("rb") as file:
             data = file.read(_LIMIT_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointNotFound(f"`{place}` does not exist") from None

@@ -33,6 +33,7 @@ from fsdp_ckpt.layouts.nodes import demand_equal_copies, demand_one_save
 from fsdp_ckpt.layouts.torch_file import read_torch_file
 from fsdp_ckpt.store.leftovers import leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.places import place_of
 
 __all__ = ["PathLike", "given_paths", "list_checkpoints", "members_of_run", "read_checkpoint"]
 
@@ -70,7 +71,8 @@ def read_checkpoint(path: PathLike | Sequence[PathLike], *, tolerant: bool = Fal
         UnsafePickle: A pickle asks for code.
         MalformedFile: Metadata or headers are damaged.
         Incompatible: Several folders that are not of one save.
-        UsageError: A path that is not local; several paths that are no folders.
+        UsageError: A URL of an unknown scheme; several paths that are no folders.
+        Unreachable: A URL behind which nothing is, or that cannot be listed.
     """
     texts = given_paths(path)
     places = list({os.path.realpath(local): local for local in map(_existing, texts)}.values())
@@ -82,15 +84,7 @@ def read_checkpoint(path: PathLike | Sequence[PathLike], *, tolerant: bool = Fal
 
 
 def _existing(text: str) -> Path:
-    if "://" in text:
-        scheme = text.partition("://")[0]
-        if scheme != "file":
-            raise UsageError(
-                f"`{text}` has the scheme `{scheme}`, which is not supported",
-                hint="copy the checkpoint to a local folder",
-            )
-        text = text.removeprefix("file://")
-    local = Path(text)
+    local = place_of(text)
     if local.is_symlink() and not local.exists():
         target = os.readlink(local)
         raise CheckpointNotFound(f"`{text}` is a link to `{target}`, which does not exist", hint=_similar(local))

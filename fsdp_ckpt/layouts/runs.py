@@ -17,6 +17,7 @@ from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.verdict import OWN_LAYOUT, State, Verdict, judge
 from fsdp_ckpt.store.leftovers import is_staging
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.places import place_of
 
 __all__ = [
     "Leftover", "RunCheckpoint", "RunFolder", "Seen", "iter_checkpoints", "latest_complete", "own_values", "read_run",
@@ -197,12 +198,10 @@ def run_path(folder: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: A file, a URL, or a checkpoint rather than a folder of them.
     """
-    text = os.fspath(folder).removeprefix("file://")
+    text = os.fspath(folder)
     if not text:
         raise UsageError("the path is empty", hint="fsdp-ckpt list .")
-    if "://" in text:
-        raise UsageError(f"`{text}` is no local folder", hint="copy the run to a local or mounted folder")
-    path = Path(text)
+    path = place_of(text)
     if path.exists() and not path.is_dir():
         raise UsageError(f"`{text}` is a file", hint=f"fsdp-ckpt inspect {shlex.quote(text)}")
     if path.is_dir() and not _places(path):

@@ -17,10 +17,12 @@ from fsdp_ckpt.ops.conversion.plan import begin_plan
 from fsdp_ckpt.ops.conversion.report import ConvertReport
 from fsdp_ckpt.ops.conversion.targets import lay_out
 from fsdp_ckpt.run.progress import Listener
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 __all__ = ["ConvertOptions", "ConvertReport", "convert"]
 
 
+@speaks_urls
 def convert(
     src: PathLike | Sequence[PathLike],
     dst: PathLike,

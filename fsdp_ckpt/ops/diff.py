@@ -22,6 +22,7 @@ from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.settle import Settled, settle
 from fsdp_ckpt.run.sides import Side, TensorPair, batches, blame
 from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 __all__ = ["Change", "DiffReport", "ObjectDiff", "PartDiff", "TensorDiff", "diff"]
 
@@ -35,6 +36,7 @@ class _Options:
     jobs: int
 
 
+@speaks_urls
 def diff(
     a: PathLike | Sequence[PathLike],
     b: PathLike | Sequence[PathLike],

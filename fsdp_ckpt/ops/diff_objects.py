@@ -128,8 +128,8 @@ def _read(entry: ObjectEntry, side: Side) -> Iterator[tuple[str, Leaf]]:
             archive = open_archive(reader, 0, entry.stop, where=where)
             yield "", Leaf(value=archive.load(TORCH, allow_unknown=True), file=entry.file, archive=archive)
             return
-        with store.descriptor(entry.file) as fd:
-            yield "", Leaf(value=Blob(entry.stop, checksum_range(fd, 0, entry.stop)))
+        with store.opened(entry.file) as source:
+            yield "", Leaf(value=Blob(entry.stop, checksum_range(source, 0, entry.stop)))
 
 
 def _clean_params(name: str, leaf: Leaf, role: Role, naming: Naming) -> Leaf:

@@ -12,6 +12,8 @@ from fsdp_ckpt.layouts.registry import PathLike, given_paths, read_checkpoint
 from fsdp_ckpt.names import glob_filter
 from fsdp_ckpt.ops.objects import read_object
 from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.store.remote.mirrors import traffic_of
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 __all__ = ["InspectReport", "PartReport", "ShardReport", "TensorGroup", "TensorReport", "group_tensors", "inspect"]
 
@@ -122,6 +124,8 @@ class InspectReport:
         problems: About the whole.
         other_paths: Further folders as given, of other nodes.
         other_roots: The same for ``root``.
+        fetched_bytes: Bytes that were fetched of a remote checkpoint; None for a local one.
+        requests: In how many requests.
     """
 
     path: str
@@ -137,8 +141,11 @@ class InspectReport:
     problems: Sequence[Problem]
     other_paths: Sequence[str] = ()
     other_roots: Sequence[str] = ()
+    fetched_bytes: int | None = None
+    requests: int | None = None
 
 
+@speaks_urls
 def inspect(
     path: PathLike | Sequence[PathLike],
     *,
@@ -174,6 +181,8 @@ def inspect(
     checkpoint = read_checkpoint([first, *others])
     keep = glob_filter([tensors] if tensors else [], [])
     chosen = [item for item in checkpoint.parts if part is None or item.name == part]
+    parts = [_part_report(checkpoint, item, keep, shards=shards, objects=objects) for item in chosen]
+    traffic = traffic_of(checkpoint.roots)
     return InspectReport(
         path=first,
         root=str(checkpoint.root),
@@ -183,11 +192,13 @@ def inspect(
         world_size=checkpoint.world_size,
         complete=checkpoint.is_complete,
         facts=checkpoint.facts,
-        parts=[_part_report(checkpoint, item, keep, shards=shards, objects=objects) for item in chosen],
+        parts=parts,
         side_files=checkpoint.side_files,
         problems=checkpoint.problems,
         other_paths=others,
         other_roots=[str(root) for root in checkpoint.other_roots],
+        fetched_bytes=None if traffic is None else traffic.num_bytes,
+        requests=None if traffic is None else traffic.requests,
     )
 
 

@@ -17,6 +17,7 @@ from fsdp_ckpt.layouts.verdict import State
 from fsdp_ckpt.run.checksum import checksum_range
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 __all__ = ["ListReport", "ListedCheckpoint", "ListedLeftover", "find_latest", "list_run", "read_run_deep"]
 
@@ -88,6 +89,7 @@ class ListReport:
     leftovers: Sequence[ListedLeftover]
 
 
+@speaks_urls
 def list_run(path: str | os.PathLike[str], *, deep: bool = False, listener: Listener | None = None) -> ListReport:
     """Look at every checkpoint of a run folder.
 
@@ -139,6 +141,7 @@ def list_run(path: str | os.PathLike[str], *, deep: bool = False, listener: List
     )
 
 
+@speaks_urls
 def find_latest(path: str | os.PathLike[str], *, deep: bool = False) -> Path:
     """Return the newest checkpoint of a run that is whole; older ones are not looked at.
 
@@ -192,8 +195,8 @@ def _compare(item: RunCheckpoint, meter: Meter) -> RunCheckpoint:
     try:
         manifest = read_manifest(Folder(store))
         for file, (size, crc) in (manifest.files if manifest else {}).items():
-            with store.descriptor(file) as fd:
-                found = checksum_range(fd, 0, size)
+            with store.opened(file) as source:
+                found = checksum_range(source, 0, size)
             if found != int(crc, 16):
                 why = f"{file}: its CRC-32 is {found:08x}, the manifest says {crc}"
                 return replace(item, state=State.DAMAGED, why=why)

@@ -18,6 +18,7 @@ from fsdp_ckpt.ops.write_out import WriteJob, WriteOptions, Written, identify, n
 from fsdp_ckpt.plan.merge import split_files
 from fsdp_ckpt.run.progress import Listener
 from fsdp_ckpt.store.publish import resolve_destination
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 __all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
 
@@ -105,6 +106,7 @@ class _Job:
     writing: WriteJob
 
 
+@speaks_urls
 def merge(
     src: PathLike | Sequence[PathLike],
     out: str | os.PathLike[str],

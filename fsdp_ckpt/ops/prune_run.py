@@ -20,6 +20,7 @@ from fsdp_ckpt.plan.retention import Retention, choose_kept
 from fsdp_ckpt.run.progress import Listener
 from fsdp_ckpt.store.leftovers import is_backup, is_staging, remove_folder, remove_leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.urls import is_url, redact
 
 __all__ = ["KeptCheckpoint", "PruneReport", "PrunedFolder", "SparedFolder", "prune_run"]
 
@@ -135,6 +136,8 @@ def prune_run(
     """
     rule = Retention.of(keep, keep_every, keep_best)
     assert rule is not None
+    if is_url(os.fspath(path)):
+        raise UsageError(f"`{redact(os.fspath(path))}` is remote: prune removes local folders only")
     run = read_run_deep(path, listener) if deep else read_run(path)
     latest = _newest_whole(run)
     if not dry_run and not os.access(run.path, os.W_OK):

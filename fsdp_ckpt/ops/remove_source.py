@@ -13,9 +13,10 @@ from fsdp_ckpt.layouts.nodes import demand_equal_copies
 from fsdp_ckpt.ops.merge_plan import MergePlan
 from fsdp_ckpt.run.checksum import checksum_range
 from fsdp_ckpt.run.engine import OutputSpec
-from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.store.local import LocalFile, LocalStore
+from fsdp_ckpt.store.remote.mirrors import mirror_of
 
-__all__ = ["check_removable", "remove_source", "verify_output"]
+__all__ = ["check_removable", "refuse_remote", "remove_source", "verify_output"]
 
 
 def check_removable(plan: MergePlan, destination: Path) -> None:
@@ -27,6 +28,7 @@ def check_removable(plan: MergePlan, destination: Path) -> None:
         Incompatible: A file that two nodes have is not the same in both: the one that was not read would be lost.
     """
     checkpoint, part = plan.checkpoint, plan.part
+    refuse_remote(checkpoint)
     if plan.selection.excluded or part.objects:
         what = (
             f"{len(plan.selection.excluded)} excluded tensors"
@@ -47,6 +49,16 @@ def check_removable(plan: MergePlan, destination: Path) -> None:
         demand_equal_copies(store, file)
 
 
+def refuse_remote(checkpoint: Checkpoint) -> None:
+    """Refuse to promise the removal of what is not on a local disk.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if any(mirror_of(root) is not None for root in checkpoint.roots):
+        raise UsageError("--remove-source is for local checkpoints", hint="remove it with the tools of its store")
+
+
 def verify_output(destination: Path, specs: Sequence[OutputSpec], crcs: Mapping[str, Mapping[str, int]]) -> None:
     """Read every tensor of the result and compare its CRC-32 with what was written.
 
@@ -57,7 +69,7 @@ def verify_output(destination: Path, specs: Sequence[OutputSpec], crcs: Mapping[
         fd = os.open(destination / spec.name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for name, (start, stop) in spec.ranges.items():
-                if checksum_range(fd, start, stop) != crcs[spec.name][name]:
+                if checksum_range(LocalFile(fd), start, stop) != crcs[spec.name][name]:
                     raise ChecksumMismatch(
                         f"`{name}` in {destination / spec.name} is not what was written; the source was kept"
                     )

@@ -18,6 +18,7 @@ from fsdp_ckpt.ops.conversion.report import ConvertReport
 from fsdp_ckpt.ops.conversion.resharding import plan_resharding
 from fsdp_ckpt.ops.conversion.targets import lay_out
 from fsdp_ckpt.run.progress import Listener
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 __all__ = ["reshard"]
 
@@ -27,6 +28,7 @@ _FIELDS = frozenset({
 })  # fmt: skip
 
 
+@speaks_urls
 def reshard(
     src: PathLike | Sequence[PathLike],
     dst: PathLike,
@@ -75,7 +77,7 @@ def reshard(
     if options.shapes_from is None:
         plan = plan_resharding(checkpoint, options, paths=paths, out=target)
     if plan is None:
-        plan = begin_plan(paths, options, out=target)
+        plan = begin_plan(paths, options, out=target, command="reshard")
         lay_out(plan)
         plan.notes.append("the source is no distributed checkpoint: the result is an Accelerate folder")
     return finish(plan, Path(target), begun, listener, command="reshard")

@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_ckpt.errors import MalformedFile
 from fsdp_ckpt.layouts.composite import SIDE_FILES
 from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.store.remote.mirrors import materialise
 
 __all__ = ["SideFiles", "find_side_files", "load_config"]
 
@@ -88,7 +89,7 @@ def _is_model_config(path: Path) -> bool:
 def load_config(path: Path) -> dict[str, Any]:
     """Return what a JSON file says; nothing where it is no object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(materialise(path).read_bytes())
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

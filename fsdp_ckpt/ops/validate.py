@@ -26,6 +26,7 @@ from fsdp_ckpt.ops.validation.wording import counted, few, finding
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.places import speaks_urls
 from fsdp_ckpt.units import format_size
 
 __all__ = ["Checked", "Finding", "Level", "ValidateReport", "ValidateRun", "validate", "validate_each"]
@@ -36,6 +37,7 @@ _MANY_ITEMS = 200_000
 """Heads to read take about a minute; from here on only when asked for."""
 
 
+@speaks_urls
 def validate_each(
     paths: Sequence[PathLike | Sequence[PathLike]],
     *,
@@ -93,6 +95,7 @@ def _nothing(target: PathLike | Sequence[PathLike], error: CheckpointNotFound) -
     )
 
 
+@speaks_urls
 def validate(
     path: PathLike | Sequence[PathLike],
     *,

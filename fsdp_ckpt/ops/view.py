@@ -14,6 +14,7 @@ from fsdp_ckpt.ops.merge_plan import plan_merge
 from fsdp_ckpt.plan.boxes import intersect
 from fsdp_ckpt.plan.output import OutputTensor
 from fsdp_ckpt.run.sources import Sources
+from fsdp_ckpt.store.remote.places import speaks_urls
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointView", "SliceView", "open_checkpoint"]
 
 
+@speaks_urls
 def open_checkpoint(
     path: PathLike | Sequence[PathLike], *, framework: Literal["np", "pt"] = "np", **options: Any
 ) -> CheckpointView:

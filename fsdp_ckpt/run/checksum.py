@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from fsdp_ckpt.catalog import Chunk
 from fsdp_ckpt.errors import ChecksumMismatch
-from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.store.syscalls import read_into
+from fsdp_ckpt.store.local import LocalStore, OpenFile
 
 _combine: Callable[[int, int, int], int] | None = None
 try:
@@ -56,16 +55,16 @@ def verify_record(store: LocalStore, chunk: Chunk, *, key: str) -> int:
     if chunk.crc32 is None:
         return 0
     start, stop = chunk.crc_range or (chunk.start, chunk.stop)
-    with store.descriptor(chunk.file) as fd:
-        check_crc(chunk, checksum_range(fd, start, stop), key=key)
+    with store.opened(chunk.file) as source:
+        check_crc(chunk, checksum_range(source, start, stop), key=key)
     return stop - start
 
 
-def checksum_range(fd: int, start: int, stop: int) -> int:
+def checksum_range(source: OpenFile, start: int, stop: int) -> int:
     """Return the CRC-32 of a range of an open file; what lies beyond the file's end does not count."""
     buffer = memoryview(bytearray(min(BLOCK_BYTES, max(stop - start, 1))))
     found = 0
     for position in range(start, stop, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, stop - position)]
-        found = crc32(block[: read_into(fd, block, position)], found)
+        found = crc32(block[: source.read_into(block, position)], found)
     return found

@@ -22,7 +22,7 @@ from fsdp_ckpt.run.runs import Run, find_runs, is_read_in_order
 from fsdp_ckpt.run.sources import Located, Sources
 from fsdp_ckpt.run.tasks import CopyTask
 from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.store.syscalls import SHARE_ALIGNMENT, clone_range, read_into, start_writeback, write_all
+from fsdp_ckpt.store.syscalls import SHARE_ALIGNMENT, clone_range, start_writeback, write_all
 
 __all__ = ["CancelledError", "Copier", "TaskResult"]
 
@@ -115,7 +115,7 @@ class Copier:
         Raises:
             MalformedFile: A record is broken.
         """
-        if not self.verify:
+        if not self.verify or task.tensor.replicas:  # where there are copies, each record was compared at once
             return
         located = [self.sources.resolve(task.tensor, chunk) for chunk in task.chunks]
         for run in find_runs(task, located) or ():
@@ -204,12 +204,12 @@ class Copier:
             hash_input = False
         hash_output = self._hash_output or (hash_input and convert is None)
         buffer, read_crc, written_crc, written = self._buffer(), 0, 0, 0
-        with store.descriptor(chunk.file) as source:
+        with store.opened(chunk.file) as source:
             for done in range(0, run.num_bytes, BLOCK_BYTES):
                 if self.stop.is_set():
                     raise CancelledError
                 block = buffer[: min(BLOCK_BYTES, run.num_bytes - done)]
-                if read_into(source, block, run.start + done) < len(block):
+                if source.read_into(block, run.start + done) < len(block):
                     raise MalformedFile(f"{chunk.file} ends within `{key}`")
                 if convert is not None and hash_input:
                     read_crc = crc32(block, read_crc)
@@ -272,8 +272,8 @@ class Copier:
     def _try_share(self, fd: int, run: Run, position: int) -> bool:
         if run.start % SHARE_ALIGNMENT or position % SHARE_ALIGNMENT or run.num_bytes % SHARE_ALIGNMENT:
             return False
-        with run.store.descriptor(run.chunk.file) as source:
-            self._share = clone_range(source, run.start, run.num_bytes, fd, position)
+        with run.store.opened(run.chunk.file) as source:
+            self._share = source.fd is not None and clone_range(source.fd, run.start, run.num_bytes, fd, position)
         return self._share
 
     def _note(self, fd: int, position: int, written: int) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from fsdp_ckpt.errors import NotEnoughSpace
 from fsdp_ckpt.run.checksum import checksum_range, combine_crc
 from fsdp_ckpt.run.copy import CancelledError, Copier, TaskResult
+from fsdp_ckpt.store.local import LocalFile
 from fsdp_ckpt.store.publish import Staging, current_umask
 from fsdp_ckpt.store.syscalls import write_all
 
@@ -246,7 +247,7 @@ def _tensor_crc(fd: int, span: tuple[int, int], runs: Sequence[tuple[int, int, i
             found = None
         else:
             found = crc if position == span[0] else combine_crc(found, crc, num_bytes)
-    return checksum_range(fd, *span) if found is None else found
+    return checksum_range(LocalFile(fd), *span) if found is None else found
 
 
 def _explain(error: BaseException, destination: Path) -> BaseException:

@@ -20,8 +20,7 @@ from fsdp_ckpt.plan.boxes import Box, intersect, slices
 from fsdp_ckpt.run.checksum import BLOCK_BYTES, check_crc, checksum_range, verify_record
 from fsdp_ckpt.run.records import Record, Records
 from fsdp_ckpt.run.sources import Located
-from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.store.syscalls import read_into
+from fsdp_ckpt.store.local import LocalStore, OpenFile
 
 __all__ = ["Gatherer", "numpy_dtype", "storage_dtype", "verify_boxes"]
 
@@ -138,8 +137,8 @@ class Gatherer:
             strides = [stride for stride, length in zip(strides, shared[1], strict=True) if length > 1]
             order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
             part = out[*target, ...].squeeze().transpose(order)
-            with record.store.descriptor(chunk.file) as fd:
-                self._fill(record, fd, chunk.start + inner, tuple(strides[dim] for dim in order), part)
+            with record.store.opened(chunk.file) as source:
+                self._fill(record, source, chunk.start + inner, tuple(strides[dim] for dim in order), part)
 
     def finish(self) -> None:
         """Compare the checksums of the records that were read through, and count the bytes of the others.
@@ -157,12 +156,12 @@ class Gatherer:
             elif record.is_touched and not record.is_verified:
                 self.unverified_bytes += num_bytes
 
-    def _fill(self, record: Record, fd: int, position: int, strides: Shape, out: _Array) -> None:
+    def _fill(self, record: Record, source: OpenFile, position: int, strides: Shape, out: _Array) -> None:
         """Fill an array.
 
         Args:
             record: The record to read.
-            fd: Its file.
+            source: Its file.
             position: Byte in the file of the array's first element.
             strides: Bytes in the file between neighbours, per dimension of the array, none smaller than the next.
             out: The array.
@@ -170,20 +169,20 @@ class Gatherer:
         chunk = record.chunk
         is_lazy = chunk.conj or chunk.neg
         if strides == out.strides and out.flags.c_contiguous and not is_lazy:
-            self._read(record, fd, position, out.reshape(-1).view(np.uint8).data)
+            self._read(record, source, position, out.reshape(-1).view(np.uint8).data)
             return
         span = self.dtype.itemsize + sum((n - 1) * stride for n, stride in zip(out.shape, strides, strict=True))
         is_sparse = span > _SPARSE * out.nbytes
         window = max(_MAPPED_BYTES if is_sparse else BLOCK_BYTES, self.dtype.itemsize)
-        if span <= window and is_sparse:
-            with self._mapped(record, fd, position, span) as pages:
+        if span <= window and is_sparse and source.fd is not None:
+            with self._mapped(record, source.fd, position, span) as pages:
                 values = np.ndarray(out.shape, dtype=self.bits, buffer=pages, strides=strides)
                 out[...] = self._resolve(chunk, values.copy()) if is_lazy else values
                 del values
             return
         if span <= window:
             block = self._block(span)
-            self._read(record, fd, position, block.data)
+            self._read(record, source, position, block.data)
             if is_lazy:
                 self._resolve(chunk, block)
             out[...] = np.ndarray(out.shape, dtype=self.bits, buffer=block, strides=strides)
@@ -194,14 +193,14 @@ class Gatherer:
             step += max(window - row_bytes, 0) // strides[0]
         for row in range(0, out.shape[0], step):
             if step == 1:
-                self._fill(record, fd, position + row * strides[0], strides[1:], out[row, ...])
+                self._fill(record, source, position + row * strides[0], strides[1:], out[row, ...])
             else:
-                self._fill(record, fd, position + row * strides[0], strides, out[row : row + step])
+                self._fill(record, source, position + row * strides[0], strides, out[row : row + step])
 
-    def _read(self, record: Record, fd: int, position: int, view: memoryview) -> None:
+    def _read(self, record: Record, source: OpenFile, position: int, view: memoryview) -> None:
         for done in range(0, len(view), BLOCK_BYTES):
             block = view[done : done + BLOCK_BYTES]
-            if read_into(fd, block, position + done) < len(block):
+            if source.read_into(block, position + done) < len(block):
                 raise MalformedFile(f"{record.chunk.file} ends within `{self.key}`")
             record.note(position + done, block)
 
@@ -270,15 +269,15 @@ def verify_boxes(key: str, dtype: DType, located: Sequence[Located], boxes: Sequ
             continue
         record.check_extent(dtype, key=key)
         start, stop = chunk.crc_range or (chunk.start, chunk.stop)
-        with store.descriptor(chunk.file) as fd:
-            if os.fstat(fd).st_size < max(stop, chunk.stop):
+        with store.opened(chunk.file) as source:
+            if source.size < max(stop, chunk.stop):
                 raise MalformedFile(f"{chunk.file} ends within `{key}`")
             if chunk.crc32 is None:
                 unverified_bytes += chunk.stop - chunk.start
                 continue
             place = (store, chunk.file, start, stop)
             if place not in found:
-                found[place] = checksum_range(fd, start, stop)
+                found[place] = checksum_range(source, start, stop)
                 verified_bytes += stop - start
         check_crc(chunk, found[place], key=key)
     return verified_bytes, unverified_bytes

@@ -26,7 +26,6 @@ from fsdp_ckpt.run.progress import Meter
 from fsdp_ckpt.run.sources import Located, Sources
 from fsdp_ckpt.run.tally import Statistics, Tally
 from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.store.syscalls import read_into
 
 __all__ = ["TensorScan", "scan_tensors"]
 
@@ -188,12 +187,12 @@ class _Scanner:
             raise MalformedFile(f"{chunk.file}: {span} are too few for the shape of `{tensor.key}`")
         buffer, crc = self._buffer(), 0
         total = chunk.stop - chunk.start if hash_it else num_bytes
-        with store.descriptor(chunk.file) as fd:
+        with store.opened(chunk.file) as source:
             for done in range(0, total, BLOCK_BYTES):
                 if self.stop.is_set():
                     break
                 block = buffer[: min(BLOCK_BYTES, total - done)]
-                if read_into(fd, block.data, chunk.start + done) < len(block):
+                if source.read_into(block.data, chunk.start + done) < len(block):
                     raise MalformedFile(f"{chunk.file} ends within `{tensor.key}`")
                 if hash_it:
                     crc = crc32(block.data, crc)
@@ -223,8 +222,8 @@ class _Scanner:
             with self._lock:
                 crc = self._storages.get(place)
             if crc is None:
-                with store.descriptor(chunk.file) as fd:
-                    crc = checksum_range(fd, start, stop)
+                with store.opened(chunk.file) as source:
+                    crc = checksum_range(source, start, stop)
             with self._lock:
                 is_new = place not in self._storages
                 self._storages[place] = crc

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 import threading
@@ -15,7 +14,7 @@ from typing import Any, Self
 from fsdp_ckpt.catalog import Chunk, Encoding, TensorEntry
 from fsdp_ckpt.codec.torchzip import resolve_item
 from fsdp_ckpt.errors import Incompatible, MalformedFile
-from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.store.local import LocalStore, OpenFile
 
 __all__ = ["Located", "Sources"]
 
@@ -95,8 +94,8 @@ class Sources:
             raise Incompatible(f"{where} is compressed with zstd", hint="pip install 'fsdp-ckpt[zstd]'") from None
         size = 0
         try:
-            with self.store.descriptor(chunk.file) as fd, open(target, "wb") as out:
-                reader: Any = _Range(fd, chunk.start, chunk.stop)
+            with self.store.opened(chunk.file) as source, open(target, "wb") as out:
+                reader: Any = _Range(source, chunk.start, chunk.stop)
                 for piece in zstandard.ZstdDecompressor().read_to_iter(reader):
                     size += len(piece)
                     if size > limit:
@@ -110,12 +109,12 @@ class Sources:
 class _Range:
     """A part of a file with the ``read`` that zstandard wants."""
 
-    def __init__(self, fd: int, start: int, stop: int) -> None:
-        self._fd = fd
+    def __init__(self, source: OpenFile, start: int, stop: int) -> None:
+        self._source = source
         self._position = start
         self._stop = stop
 
     def read(self, num_bytes: int) -> bytes:
-        piece = os.pread(self._fd, min(num_bytes, self._stop - self._position), self._position)
+        piece = self._source.read(self._position, min(num_bytes, self._stop - self._position))
         self._position += len(piece)
         return piece

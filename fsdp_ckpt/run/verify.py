@@ -9,7 +9,6 @@ from typing import NamedTuple
 from fsdp_ckpt.run.checksum import BLOCK_BYTES, combine_crc, crc32
 from fsdp_ckpt.run.progress import Meter
 from fsdp_ckpt.store.local import LocalStore
-from fsdp_ckpt.store.syscalls import read_into
 
 __all__ = ["Record", "verify_records"]
 
@@ -119,8 +118,8 @@ def _cut(records: Iterator[Record]) -> Iterator[_Piece]:
 
 def _checksum(piece: _Piece, buffer: memoryview) -> int:
     found = 0
-    with piece.record.store.descriptor(piece.record.file) as fd:
+    with piece.record.store.opened(piece.record.file) as source:
         for position in range(piece.start, piece.stop, BLOCK_BYTES):
             block = buffer[: min(BLOCK_BYTES, piece.stop - position)]
-            found = crc32(block[: read_into(fd, block, position)], found)
+            found = crc32(block[: source.read_into(block, position)], found)
     return found

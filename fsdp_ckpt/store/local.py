@@ -1,4 +1,4 @@
-"""Read local files that nobody vouches for.
+"""Read files that nobody vouches for, by the names that a checkpoint has for them.
 
 Names come from metadata that may be hostile. They have to stay inside the checkpoint, and only regular files are
 opened. A bounded number of descriptors is kept open, so that a checkpoint of thousands of files fits ``ulimit -n 256``.
@@ -12,19 +12,79 @@ import shlex
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from fsdp_ckpt.errors import CheckpointNotFound, IncompleteCheckpoint, MalformedFile, NotPermitted, PathOutside
+from fsdp_ckpt.store.remote.mirrors import mirror_of
+from fsdp_ckpt.store.syscalls import read_into
 
-__all__ = ["FileReader", "Folder", "LocalStore"]
+__all__ = ["FileReader", "Folder", "LocalFile", "LocalStore", "OpenFile"]
 
 _OPEN_FILES = 48
 _SMALL_BYTES = 128 << 20
 _CHECKED_BYTES = 1 << 16
+
+
+class OpenFile(Protocol):
+    """A file that is open for reading, wherever it lies."""
+
+    @property
+    def fd(self) -> int | None:
+        """Its descriptor, where it is a local file whose bytes are there."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return ``num_bytes`` bytes from ``start``; fewer only at the file's end."""
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """Fill a view from byte ``position`` on; return how many bytes came, fewer only at the file's end."""
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say what is going to be read soon, as byte ranges: a hint for files that are far away."""
+
+
+class LocalFile:
+    """An open local file; see ``OpenFile``.
+
+    Attributes:
+        fd: Its descriptor, which somebody else closes.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @property
+    def size(self) -> int:
+        """Its bytes, now."""
+        return os.fstat(self.fd).st_size
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return ``num_bytes`` bytes from ``start``; fewer only at the file's end."""
+        pieces, have = [], 0
+        while have < num_bytes:
+            piece = os.pread(self.fd, min(num_bytes - have, 1 << 30), start + have)
+            if not piece:
+                break
+            pieces.append(piece)
+            have += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_into(self, view: memoryview, position: int) -> int:
+        """Fill a view from byte ``position`` on; return how many bytes came, fewer only at the file's end."""
+        return read_into(self.fd, view, position)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: a local disk is near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +100,14 @@ class FileReader:
         Raises:
             MalformedFile: The file is shorter.
         """
-        with self.store.descriptor(self.file) as fd:
-            if num_bytes > _CHECKED_BYTES and start + num_bytes > os.fstat(fd).st_size:
+        with self.store.opened(self.file) as source:
+            if num_bytes > _CHECKED_BYTES and start + num_bytes > source.size:
                 raise MalformedFile(f"{self.file}: ends before byte {start + num_bytes}")
-            pieces, have = [], 0
-            while have < num_bytes:
-                piece = os.pread(fd, min(num_bytes - have, 1 << 30), start + have)
-                if not piece:
-                    raise MalformedFile(f"{self.file}: ends at byte {start + have}, {num_bytes - have} bytes short")
-                pieces.append(piece)
-                have += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            data = source.read(start, num_bytes)
+        if len(data) < num_bytes:
+            missing = num_bytes - len(data)
+            raise MalformedFile(f"{self.file}: ends at byte {start + len(data)}, {missing} bytes short")
+        return data
 
 
 class LocalStore:
@@ -165,13 +222,18 @@ class LocalStore:
         return self.reader(file)(0, size)
 
     @contextmanager
-    def descriptor(self, file: str) -> Iterator[int]:
-        """Lend an open descriptor of a file.
+    def opened(self, file: str) -> Iterator[OpenFile]:
+        """Lend an open file.
 
         Raises:
             IncompleteCheckpoint: It is not there.
         """
         path = self.path(file)
+        far = mirror_of(path)
+        remote = far.file(path) if far is not None else None
+        if remote is not None:
+            yield remote
+            return
         with self._lock:
             fd = self._open.get(path)
             if fd is None:
@@ -181,7 +243,7 @@ class LocalStore:
             self._users[fd] += 1
             self._close_surplus()
         try:
-            yield fd
+            yield LocalFile(fd)
         finally:
             with self._lock:
                 self._users[fd] -= 1

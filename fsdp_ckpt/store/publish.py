@@ -32,6 +32,7 @@ from fsdp_ckpt.store.leftovers import (
     set_aside,
     staging_name,
 )
+from fsdp_ckpt.store.remote.mirrors import materialise
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
 __all__ = ["Staging", "current_umask", "place_identity", "resolve_destination"]
@@ -167,7 +168,7 @@ class Staging:
         path = self._made(name)
         self._added.add(path)
         path.unlink(missing_ok=True)
-        with open(src, "rb") as source, open(path, "xb") as target:
+        with open(materialise(src), "rb") as source, open(path, "xb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
             if durable:
                 target.flush()
@@ -250,7 +251,8 @@ class Staging:
 
     def _clear_folders(self, *, durable: bool) -> None:
         """Remove notes and unfinished files from the result's own folders, whichever run or process made those."""
-        notes = [path for pattern in (".*.done", "*.part") for path in self.path.glob(f"*/**/{pattern}")]
+        found = {path for pattern in (".*.done", "*.part") for path in self.path.glob(f"*/**/{pattern}")}
+        notes = found - self._added
         for path in notes:
             path.unlink()
         if durable:

@@ -17,6 +17,7 @@ from fsdp_ckpt.errors import Incompatible, MalformedFile
 from fsdp_ckpt.layouts.flatten import flatten
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.run.checksum import checksum_range, crc32
+from fsdp_ckpt.store.local import LocalFile
 from fsdp_ckpt.store.syscalls import write_all
 from fsdp_ckpt.train.files import open_new
 from fsdp_ckpt.train.gather import Described, describe, gather_tensors
@@ -162,7 +163,7 @@ class _Writer:
             write_all(self._fd, data, position)
         if durable:
             os.fsync(self._fd)
-        found = self._layout.size, checksum_range(self._fd, 0, self._layout.size)
+        found = self._layout.size, checksum_range(LocalFile(self._fd), 0, self._layout.size)
         self.close()  # here its errors reach all ranks
         return found
 

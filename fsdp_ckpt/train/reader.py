@@ -184,8 +184,8 @@ class Reader:
         """Tell by a few samples whether tensors lie in memory, so that no thread will wait for the disk."""
         chunks = [entry.chunks[0] for entry in entries if entry.chunks]
         for chunk in chunks[:: max(1, len(chunks) // _SAMPLES)]:
-            with self._sources.store.descriptor(chunk.file) as fd:
-                if not is_cached(fd, chunk.start):
+            with self._sources.store.opened(chunk.file) as source:
+                if source.fd is None or not is_cached(source.fd, chunk.start):
                     return False
         return True
 

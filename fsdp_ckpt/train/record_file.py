@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp_ckpt.catalog import DType
 from fsdp_ckpt.codec.distcp_item import lay_out_item, seal_item
 from fsdp_ckpt.run.checksum import checksum_range, combine_crc, crc32
+from fsdp_ckpt.store.local import LocalFile
 from fsdp_ckpt.store.syscalls import preallocate, start_writeback, write_all
 from fsdp_ckpt.train.files import open_new
 from fsdp_ckpt.train.memory import byte_blocks
@@ -117,7 +118,7 @@ class RecordFile:
             if self._durable:
                 os.fsync(self._fd)
             if self._crc is None:  # no library that combines checksums
-                self._crc = checksum_range(self._fd, 0, self._position)
+                self._crc = checksum_range(LocalFile(self._fd), 0, self._position)
             self.abort()
         return self._position, self._crc or 0
 

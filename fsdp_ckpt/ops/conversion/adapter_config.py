@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_ckpt.errors import CheckpointNotFound, Incompatible, UsageError
 from fsdp_ckpt.ops.side_files import SideFiles
 from fsdp_ckpt.plan.lora import Adapter
+from fsdp_ckpt.store.remote.mirrors import materialise
 
 __all__ = ["ADAPTER_CONFIG", "AdapterConfig", "find_adapter_config", "read_adapter_config", "write_adapter_config"]
 
@@ -144,7 +145,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     """
     file = path / ADAPTER_CONFIG if path.is_dir() else path
     try:
-        with file.open("rb") as opened:
+        with materialise(file).open("rb") as opened:
             data = opened.read(_LIMIT_BYTES + 1)
     except OSError as error:
         raise CheckpointNotFound(f"`{file}` cannot be read: {error.strerror}") from None

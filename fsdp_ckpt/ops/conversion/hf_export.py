@@ -17,6 +17,7 @@ from fsdp_ckpt.ops.side_files import SideFiles
 from fsdp_ckpt.ops.validation.wording import counted, few, shape_text
 from fsdp_ckpt.plan.merge import find_tie_candidates
 from fsdp_ckpt.plan.output import OutputTensor
+from fsdp_ckpt.store.remote.mirrors import materialise
 
 __all__ = ["HfExport", "prepare_export"]
 
@@ -81,7 +82,7 @@ def prepare_export(
     if "tokenizer_config.json" in side.missing:
         warnings.append("no tokenizer was found beside the checkpoint: the folder has none")
     changes = _config_changes(tensors, side.config, dtype, tied or {}, notes)
-    files = {name: path.read_bytes() for name, path in side.files.items()}
+    files = {name: materialise(path).read_bytes() for name, path in side.files.items()}
     if changes:
         files["config.json"] = (json.dumps({**side.config, **changes}, indent=2) + "\n").encode()
     return HfExport(tensors=tensors, files=files, notes=notes, warnings=warnings)

@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_ckpt.catalog import Shape
 from fsdp_ckpt.errors import CheckpointNotFound, UsageError
+from fsdp_ckpt.store.remote.mirrors import materialise
 
 __all__ = ["MetaModel", "meta_shapes"]
 
@@ -84,7 +85,7 @@ def meta_shapes(config: Path) -> MetaModel | None:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        with file.open("rb") as opened:
+        with materialise(file).open("rb") as opened:
             data = opened.read(_LIMIT_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointNotFound(f"`{file}` does not exist") from None

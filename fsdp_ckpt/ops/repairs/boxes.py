@@ -117,8 +117,8 @@ def _by_manifest(look: Look, gone: dict[str, str]) -> tuple[dict[str, str], set[
             if have is None or have != size:
                 gone[file] = "missing" if have is None else f"has {have} bytes, the manifest says {size}"
             elif look.verify or file.endswith(".metadata"):
-                with look.root.store.descriptor(file) as fd:
-                    found = checksum_range(fd, 0, size)
+                with look.root.store.opened(file) as source:
+                    found = checksum_range(source, 0, size)
                 look.count(size)
                 if found == int(crc, 16):
                     sound.add(file)

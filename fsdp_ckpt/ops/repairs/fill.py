@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fsdp_ckpt.ops.repairs.actions import Patch
 from fsdp_ckpt.run.checksum import BLOCK_BYTES, checksum_range
+from fsdp_ckpt.store.local import LocalFile
 from fsdp_ckpt.store.publish import current_umask
 from fsdp_ckpt.store.syscalls import clone_range, read_into, start_writeback, write_all
 
@@ -55,7 +56,7 @@ def fill(target: Path, content: bytes | Patch) -> Filled:
         else:
             _copy(content, fd)
             size = content.size
-        crc = checksum_range(fd, 0, size)
+        crc = checksum_range(LocalFile(fd), 0, size)
         like, mode = _like(target)
         owner = _give(fd, like)
         os.fchmod(fd, mode)

@@ -106,8 +106,8 @@ def _numbers(entry: _Entry) -> tuple[int, int]:
 
 def _checksum(look: Look, file: str, size: int) -> int | None:
     try:
-        with look.root.store.descriptor(file) as fd:
-            return checksum_range(fd, 0, size)
+        with look.root.store.opened(file) as source:
+            return checksum_range(source, 0, size)
     except OSError:  # a bad sector: told of once the manifest is there
         return None
 

@@ -61,8 +61,8 @@ def _difference(look: Look, manifest: Manifest) -> str:
         try:
             if store.size(file) != size:
                 return file
-            with store.descriptor(file) as fd:
-                if checksum_range(fd, 0, size) != int(crc, 16):
+            with store.opened(file) as source:
+                if checksum_range(source, 0, size) != int(crc, 16):
                     return file
         except (FsdpCkptError, OSError):
             return file

@@ -43,8 +43,8 @@ def check_records(store: LocalStore, file: str, start: int, stop: int, *, what: 
     archive = open_archive(store.reader(file), start, stop, where=f"{file} ({what})")
     done = 0
     for record in archive.records.values() if archive.has_crc else ():
-        with store.descriptor(file) as fd:
-            found = checksum_range(fd, record.start, record.start + record.size)
+        with store.opened(file) as source:
+            found = checksum_range(source, record.start, record.start + record.size)
         if found != record.crc32:
             raise ChecksumMismatch(
                 f"{what} is damaged: record `{record.name}` of {file} has CRC-32 {found:08x}, {record.crc32:08x} was "

@@ -76,8 +76,8 @@ def restore_file(look: Look, file: str, why: str, extents: Extents) -> Refusal |
         crc: int | None = None
         if listed is not None:
             crc = int(listed[1], 16)
-            with store.descriptor(file) as fd:
-                if size != listed[0] or checksum_range(fd, 0, size) != crc:
+            with store.opened(file) as source:
+                if size != listed[0] or checksum_range(source, 0, size) != crc:
                     return Refusal(why=f"the {file} of `{look.replica}` is not what the manifest lists, either")
         else:
             refusal = _doubt(look, store, file, extents)
@@ -227,7 +227,7 @@ def _agree_in_bytes(look: Look, store: LocalStore, file: str) -> bool | None:
         return None
     if size != store.size(file):
         return False
-    with mine.descriptor(file) as a, store.descriptor(file) as b:
+    with mine.opened(file) as a, store.opened(file) as b:
         if checksum_range(a, 0, size) != checksum_range(b, 0, size):
             return False
     return True if _STATE.fullmatch(file.rpartition("/")[2]) else None

@@ -19,6 +19,8 @@ from fsdp_ckpt.ops.validation.against_model import compare_models
 from fsdp_ckpt.ops.validation.expected import expected_beside
 from fsdp_ckpt.ops.validation.names import is_adapter
 from fsdp_ckpt.ops.validation.wording import counted, finding
+from fsdp_ckpt.store.remote.mirrors import materialise
+from fsdp_ckpt.store.remote.places import place_of
 
 __all__ = ["check_against", "fit_sentence"]
 
@@ -39,7 +41,7 @@ def check_against(checkpoint: Checkpoint, other: str, *, part: str | None = None
         UsageError: It is nothing that a checkpoint can be compared with; or several models fit.
         CorruptCheckpoint: The other checkpoint is damaged.
     """
-    path = Path(other.removeprefix("file://"))
+    path = place_of(other)
     config = _config_file(path)
     if config is not None and (config.suffix != ".json" or _is_launch(_read_json(config))):
         yield from check_launch(checkpoint, read_config(config), config.name)
@@ -105,7 +107,7 @@ def _config_file(path: Path) -> Path | None:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
+        with materialise(path).open("rb") as file:
             data = file.read(_LIMIT_BYTES + 1)
         found = json.loads(data) if len(data) <= _LIMIT_BYTES else None
     except OSError as error:

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Encoding, Part, Problem, Role, Severity
-from fsdp_ckpt.codec.distcp_item import recognise_item
-from fsdp_ckpt.codec.stamp import is_free
+from fsdp_ckpt.codec.stamp import STAMP_BYTES, is_free, read_stamp
 from fsdp_ckpt.codec.torchzip import open_archive
 from fsdp_ckpt.errors import CorruptCheckpoint, MalformedFile
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest
@@ -50,7 +49,10 @@ def check_files(checkpoint: Checkpoint, manifest: Manifest | None, *, look: bool
 
 
 def _is_ours(checkpoint: Checkpoint) -> bool:
-    """Tell whether save_state wrote a checkpoint: archives in its manner, small files with ``archive`` in front."""
+    """Tell whether save_state wrote a checkpoint: stamped shards, or a file in its manner; small files likewise.
+
+    What ``convert`` writes has no stamp: it never had a manifest.
+    """
     store = LocalStore(checkpoint.roots)
     small = [file for part in checkpoint.parts if part.role not in (Role.MODEL, Role.OPTIMIZER) for file in part.files]
     try:
@@ -63,7 +65,7 @@ def _is_ours(checkpoint: Checkpoint) -> bool:
                 continue
             read = store.reader(chunk.file)
             if chunk.encoding is Encoding.TORCH_ZIP:
-                return recognise_item(read, chunk.start, chunk.stop, tensor.dtype, chunk.lengths) is not None
+                return read_stamp(read(0, STAMP_BYTES)) is not None
             archive = open_archive(read, 0, part.files[chunk.file], where=chunk.file)
             return ".data/serialization_id" not in archive.records and "byteorder" in archive.records
     except (CorruptCheckpoint, OSError):  # reported elsewhere

@@ -291,7 +291,7 @@ def test_a_final_model_beside_them_does_not_hide_them(tmp_path: Path) -> None:
 def test_what_is_no_run_folder(tmp_path: Path) -> None:
     path = own(tmp_path, 5)
     for place, message in (
-        (path, "is a checkpoint"), (path / MANIFEST, "is a file"), ("s3://bucket/run", "no local folder"),
+        (path, "is a checkpoint"), (path / MANIFEST, "is a file"), ("xyz://bucket/run", "not supported"),
     ):  # fmt: skip
         for look in (latest_complete, read_run):
             with pytest.raises(UsageError, match=message) as caught:

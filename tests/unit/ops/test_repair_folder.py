@@ -198,8 +198,8 @@ def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.M
 
     def unfinished(look: Look) -> bool:
         kept.append(look.root.store)
-        with look.root.store.descriptor("__0_0.distcp") as fd:
-            assert os.readlink(f"/proc/self/fd/{fd}") == str(folder / "__0_0.distcp")
+        with look.root.store.opened("__0_0.distcp") as source:
+            assert os.readlink(f"/proc/self/fd/{source.fd}") == str(folder / "__0_0.distcp")
         return True
 
     monkeypatch.setattr(survey, "finish_interrupted", unfinished)

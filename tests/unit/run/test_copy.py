@@ -17,8 +17,8 @@ from fsdp_ckpt.catalog import DTYPES, Chunk, TensorEntry
 from fsdp_ckpt.errors import ChecksumMismatch, FsdpCkptError
 from fsdp_ckpt.plan.boxes import check_coverage
 from fsdp_ckpt.run import checksum
-from fsdp_ckpt.run.tasks import cut_tasks
 from fsdp_ckpt.run.progress import Meter, Progress
+from fsdp_ckpt.run.tasks import cut_tasks
 from tests.build import Sharded, assert_same, full_bits, grid, read_bin, read_safetensors, rows, save_dcp
 
 BLOCK = 1 << 20

@@ -140,7 +140,7 @@ def test_runs_are_read_straight_into_the_array(tmp_path: Path, monkeypatch: pyte
         read_blocks.append((np.frombuffer(view, dtype="u1").ctypes.data - first, len(view)))
         return os.preadv(fd, [view], position)
 
-    monkeypatch.setattr("fsdp_ckpt.run.gather.read_into", spy)
+    monkeypatch.setattr("fsdp_ckpt.store.local.read_into", spy)
     gatherer_of(values, located, "full").read(((1, 0), (2, 1 << 18)), out)
     assert read_blocks == [(0, 1 << 20), (1 << 20, 1 << 20)]
     assert np.array_equal(out, values[1:])
@@ -187,7 +187,7 @@ def test_a_few_columns_of_64_mib_need_little_memory_and_reading(
         num_bytes += len(view)
         return os.preadv(fd, [view], position)
 
-    monkeypatch.setattr("fsdp_ckpt.run.gather.read_into", counted)
+    monkeypatch.setattr("fsdp_ckpt.store.local.read_into", counted)
     values = np.arange(1 << 24, dtype="<u4").reshape(4096, 4096)
     located = store_pieces(tmp_path, values, grid_boxes([[1000], []], values.shape))
     out = np.zeros((4096, num_columns), dtype="<u4")
@@ -401,7 +401,7 @@ def test_verify_boxes_reads_a_shared_storage_once(tmp_path: Path, monkeypatch: p
         num_bytes += len(view)
         return os.preadv(fd, [view], position)
 
-    monkeypatch.setattr("fsdp_ckpt.run.checksum.read_into", counted)
+    monkeypatch.setattr("fsdp_ckpt.store.local.read_into", counted)
     assert verify_boxes("w", DTYPES["float32"], located, [((0, 0), (3, 1))]) == (72, 0)
     assert num_bytes == 72
     flip(tmp_path, 71)  # in the padding of the last row

@@ -438,7 +438,7 @@ def test_a_caller_that_stops_early_waits_for_no_more_than_a_block(
         time.sleep(0.005)
         return read_into(fd, view, position)
 
-    monkeypatch.setattr(scan, "read_into", read_slowly)
+    monkeypatch.setattr("fsdp_ckpt.store.local.read_into", read_slowly)
     with Sources(tmp_path) as sources:
         results = scan_tensors(itertools.chain([tensor], itertools.repeat(long, 63)), sources, jobs=1)
         next(results)
@@ -451,6 +451,6 @@ def test_an_error_of_the_disk_ends_it(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail(*arguments: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(scan, "read_into", fail)
+    monkeypatch.setattr("fsdp_ckpt.store.local.read_into", fail)
     with pytest.raises(OSError, match="Input/output error"):
         look(tmp_path, _large(tmp_path, 8))

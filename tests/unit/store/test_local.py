@@ -177,10 +177,10 @@ def test_a_lent_descriptor_stays_open(root: Path) -> None:
     for number in range(200):
         (root / f"f{number}").write_bytes(b"x")
     store = LocalStore(root)
-    with store.descriptor("inside") as fd:
+    with store.opened("inside") as source:
         for number in range(200):
             store.reader(f"f{number}")(0, 1)
-        assert os.pread(fd, 10, 0) == b"0123456789"
+        assert source.read(0, 10) == b"0123456789"
     store.close()
 
 

@@ -92,11 +92,8 @@ def test_other_ways_to_miss_what_peft_looks_for(name: str, why: str, tmp_path: P
     assert (problem.code, problem.severity, problem.where) == ("adapter-prefix", "warning", name)
     assert why in problem.message
     # The command that is named mends it.
-    merge, *move = KINDS["adapter-prefix"].command.split(" && ")
-    assert move == ["mv OUT/model.safetensors OUT/adapter_model.safetensors"]
-    words = shlex.split(merge)
-    fsdp_ckpt.merge(tmp_path, tmp_path / "OUT", rename=[words[at + 1] for at, w in enumerate(words) if w == "--rename"])
-    (tmp_path / "OUT/model.safetensors").rename(tmp_path / "OUT/adapter_model.safetensors")
+    assert shlex.split(KINDS["adapter-prefix"].command) == shlex.split("fsdp-ckpt convert {path} OUT --to adapter")
+    fsdp_ckpt.convert(tmp_path, tmp_path / "OUT", to="adapter")
     assert list(check_names(read_checkpoint(tmp_path / "OUT"))) == []
 
 

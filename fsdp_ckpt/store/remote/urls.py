@@ -1,0 +1,85 @@
+"""Recognise URLs, and open the file systems that they name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_ckpt.errors import UsageError
+
+__all__ = ["SCHEMES", "is_url", "local_path", "open_file_system", "redact", "scheme_of"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET = re.compile(r"([?&](?:[^=&\s]*(?:sig|token|secret|credential|password|key)[^=&\s]*)=)[^&\s]+", re.IGNORECASE)
+
+SCHEMES: Mapping[str, tuple[str, str]] = {
+    "hf": ("huggingface_hub", "huggingface_hub"),
+    "s3": ("s3fs", "'fsdp-ckpt[s3]'"),
+    "gs": ("gcsfs", "'fsdp-ckpt[gs]'"),
+    "gcs": ("gcsfs", "'fsdp-ckpt[gs]'"),
+    "az": ("adlfs", "'fsdp-ckpt[az]'"),
+    "abfs": ("adlfs", "'fsdp-ckpt[az]'"),
+    "memory": ("fsspec", "fsspec"),
+}
+"""By scheme: the package that it takes, and what pip installs it by."""
+
+
+def scheme_of(text: str) -> str | None:
+    """Return the scheme of a URL, None for a path; names with colons are paths.
+
+    Example:
+        >>> scheme_of("s3://bucket/step-1"), scheme_of("file:///data"), scheme_of("run/step-1")
+        ('s3', 'file', None)
+    """
+    match = _SCHEME.match(text)
+    return match[1].lower() if match else None
+
+
+def is_url(text: str) -> bool:
+    """Tell whether a text names something that is not on a local disk."""
+    return scheme_of(text) not in (None, "file")
+
+
+def local_path(text: str) -> str:
+    """Return the path of a ``file://`` URL; any other text as it is."""
+    return text[len("file://") :] if scheme_of(text) == "file" else text
+
+
+def redact(text: str) -> str:
+    """Return a URL, or a message with URLs in it, without user names, passwords and signatures.
+
+    Example:
+        >>> redact("s3://key:secret@bucket/x?X-Amz-Signature=ab")
+        's3://bucket/x?X-Amz-Signature=…'
+    """
+    return _SECRET.sub(r"\1…", _CREDENTIALS.sub("", text))
+
+
+def open_file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
+
+    Credentials are where its library looks for them: environment, configuration files, the hub's login.
+
+    Raises:
+        UsageError: The scheme is unknown, or its package is not installed.
+    """
+    scheme = scheme_of(url) or ""
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise UsageError(f"`{redact(url)}`: the scheme `{scheme}` is not supported", hint=f"known: file://, {known}")
+    package, requirement = SCHEMES[scheme]
+    try:
+        __import__(package)
+        import fsspec
+    except ImportError:
+        raise UsageError(
+            f"`{redact(url)}` needs the package {package}, which is not installed", hint=f"pip install {requirement}"
+        ) from None
+    options: dict[str, Any] = {}
+    if scheme != "memory":
+        options = {"use_listings_cache": False, "skip_instance_cache": True}
+    fs = fsspec.filesystem("hf" if scheme == "hf" else scheme, **options)
+    path = fs._strip_protocol(url) if scheme != "hf" else url[len("hf://") :]
+    return fs, str(path).strip("/")

@@ -27,13 +27,23 @@ def test_p53_a_file_url_is_the_plain_path(built: Path, tmp_path: Path) -> None:
     assert_same(found, reference(Mlp()))
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/step-1", "s3://bucket/a//b", "memory://ck"])
+@pytest.mark.parametrize(
+    ("url", "code", "message"),
+    [
+        ("gs://bucket/a//b", 2, "pip install 'fsdp-ckpt[gs]'"),
+        ("xyz://bucket/step-1", 2, "the scheme `xyz` is not supported"),
+        ("memory://ck", 7, "does not exist"),
+    ],
+)
 @pytest.mark.parametrize("command", ["inspect", "merge"])
-def test_p53_other_schemes_are_refused_unchanged(command: str, url: str, tmp_path: Path) -> None:
-    """No folder called `gs:`, and the URL is quoted as it was typed."""
+def test_p53_a_url_that_cannot_be_read_is_quoted_unchanged(
+    command: str, url: str, code: int, message: str, tmp_path: Path
+) -> None:
+    """No folder called `gs:`, and the URL is quoted as it was typed. S3 and the hub: tests/remote."""
     result = run(command, url, *(["out"] if command == "merge" else []), cwd=tmp_path)
-    assert result.returncode == 2
+    assert result.returncode == code
     assert f"`{url}`" in result.stderr
+    assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

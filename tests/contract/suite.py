@@ -9,13 +9,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from fsdp_ckpt import inspect, merge, open_checkpoint
+from fsdp_ckpt import convert, inspect, merge, open_checkpoint, validate
 from fsdp_ckpt.errors import FsdpCkptError
 from tests.build import assert_same, read_bin, read_safetensors
 
@@ -138,6 +141,20 @@ class LayoutSuite:
         assert report.dry_run
         assert report.num_tensors == len(self.expected())
         assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+
+    def test_validate_finds_no_fault_in_a_whole_one(self, path: Path) -> None:
+        report = validate(path, level="headers")
+        assert [finding for finding in report.findings if finding.severity == "error"] == []
+        assert report.ok
+
+    def test_torch_reads_what_it_is_converted_to(self, path: Path, tmp_path: Path) -> None:
+        report = convert(path, tmp_path / "out", to="dcp", part="model", world_size=3)
+        state: dict[str, Any] = {}
+        reader = FileSystemReader(tmp_path / "out")
+        _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        tensors = {name: value for name, value in state["model"].items() if isinstance(value, torch.Tensor)}
+        assert_same(tensors, self.expected())
+        assert report.world_size == 3
 
     def test_a_missing_file_is_noticed(self, path: Path, tmp_path: Path) -> None:
         for name in self.needed:

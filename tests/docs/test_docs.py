@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         for name in ("checkpoint-1000", "checkpoint-2000"):
             shutil.copytree(ROOT / "fixtures/torch-2.13.0/fsdp2_sharded_w2" / part, tmp_path / name / part)
+    shutil.copytree(ROOT / "fixtures/deepspeed/zero3_fp32_w3", tmp_path / "zero3-run")
+    tiny = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Llama-3.2-1B")
     (tmp_path / "train.py").write_text("open('started', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -49,6 +53,9 @@ def test_readme_commands_run(folder: Path) -> None:
     assert (folder / "out/model.safetensors").is_file()
     assert (folder / "run/step-400/fsdp_ckpt.json").is_file()
     assert (folder / "started").is_file()
+    assert (folder / "sharded/optimizer_0/__7_0.distcp").is_file()
+    assert (folder / "start/pytorch_model_fsdp_0/__7_0.distcp").is_file()
+    assert (folder / "on-six/optimizer_0/__5_0.distcp").is_file()
 
 
 def test_readme_python_runs(folder: Path) -> None:

@@ -6,7 +6,7 @@ Only directories and small records are read; ``records`` reads the rest.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,16 @@ from fsdp_ckpt.ops.validation.twins import Twins
 from fsdp_ckpt.ops.validation.wording import finding
 from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.store.remote.mirrors import mirror_of
 
 __all__ = [
     "HeaderCount", "check_headers", "count_items", "is_there", "item_problem", "load_whole", "unsafe_problem",
 ]  # fmt: skip
 
 _SEVERAL = 3
+_AT_A_TIME = 64
+_HEAD_BYTES = 1 << 10
+_TAIL_BYTES = 4 << 10
 _DANGEROUS = frozenset(
     {
         "__builtin__", "_pickle", "builtins", "code", "commands", "ctypes", "ftplib", "http", "importlib",
@@ -69,15 +73,39 @@ def check_headers(checkpoint: Checkpoint, sources: Sources, count: HeaderCount) 
     Compressed items are left to ``records``, as all of one has to be read to see its head.
     """
     twins, wrong = Twins(), _WrongFiles()
+    is_far = any(mirror_of(root) is not None for root in checkpoint.roots)
     for part in checkpoint.parts:
-        for tensor in part.tensors.values():
-            yield from _check_tensor(tensor, sources, count, twins, wrong)
-        for entry in part.objects.values():
-            if not entry.decoded:
+        tensors, objects = list(part.tensors.values()), list(part.objects.values())
+        for start in range(0, len(tensors), _AT_A_TIME):
+            some = tensors[start : start + _AT_A_TIME]
+            if is_far:
+                _fetch_heads(sources.store, [chunk for tensor in some for chunk in (*tensor.chunks, *tensor.replicas)])
+            for tensor in some:
+                yield from _check_tensor(tensor, sources, count, twins, wrong)
+        for start in range(0, len(objects), _AT_A_TIME):
+            several = [entry for entry in objects[start : start + _AT_A_TIME] if not entry.decoded]
+            if is_far:
+                _fetch_heads(sources.store, several)
+            for entry in several:
                 count.items += 1
                 yield from _check_object(part, entry, sources.store)
     yield from wrong.find()
     yield from twins.find(sources.store)
+
+
+def _fetch_heads(store: LocalStore, items: Sequence[Chunk | ObjectEntry]) -> None:
+    """Ask for the beginnings and ends of items of a remote checkpoint together: each alone would wait for an answer."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for item in items:
+        if item.encoding is Encoding.TORCH_ZIP and is_there(store, item):
+            ends = [
+                (item.start, min(item.start + _HEAD_BYTES, item.stop)),
+                (max(item.stop - _TAIL_BYTES, 0), item.stop),
+            ]
+            ranges.setdefault(item.file, []).extend(ends)
+    for file, wanted in ranges.items():
+        with store.opened(file) as source:
+            source.prefetch(wanted)
 
 
 class _WrongFiles:

@@ -5,6 +5,8 @@ What is in memory at a time is bounded for all files of a mirror together, whate
 
 from __future__ import annotations
 
+import bisect
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -13,8 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fsdp_ckpt.errors import MalformedFile
 from fsdp_ckpt.store.remote.attempts import attempt
 from fsdp_ckpt.store.remote.mirrors import Traffic
+from fsdp_ckpt.store.syscalls import read_into, write_all
 
-__all__ = ["RangeCache", "RemoteFile"]
+__all__ = ["Held", "RangeCache", "RemoteFile"]
 
 _PAGE_BYTES = 32 << 10
 _MAX_PAGES = 256
@@ -74,6 +77,9 @@ class RangeCache:
         stop = min(start + num_bytes, size)
         if stop <= start:
             return b""
+        known = self._in_window(path, start, stop)
+        if known is not None:
+            return known
         first, last = start // _PAGE_BYTES, (stop - 1) // _PAGE_BYTES
         self.prefetch(path, size, [(start, stop)])
         with self._lock:
@@ -82,6 +88,18 @@ class RangeCache:
             return self.request(path, start, stop)
         joined = b"".join(page for page in pages if page is not None)
         return joined[start - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
+
+    def _in_window(self, path: str, start: int, stop: int) -> bytes | None:
+        """Return a range that lies in a window which is there already, as the next item's head often does."""
+        number = start // _WINDOW_BYTES
+        if number != (stop - 1) // _WINDOW_BYTES:
+            return None
+        with self._lock:
+            window = self._windows.get((path, number))
+        if window is None or not window.done() or window.exception() is not None:
+            return None
+        begin = start - number * _WINDOW_BYTES
+        return window.result()[begin : begin + stop - start]
 
     def prefetch(self, path: str, size: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the pages behind some ranges that are not there yet, neighbours together, several at a time."""
@@ -172,6 +190,47 @@ class RangeCache:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+class Held:
+    """Ranges of one file that are on the local disk, at their places in a sparse file; for several threads.
+
+    Args:
+        path: The sparse file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._ranges: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def write(self, start: int, data: bytes) -> None:
+        """Add a range."""
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_all(fd, data, start)
+        finally:
+            os.close(fd)
+        with self._lock:
+            merged: list[tuple[int, int]] = []
+            for begin, end in sorted([*self._ranges, (start, start + len(data))]):
+                if merged and begin <= merged[-1][1]:
+                    merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+                else:
+                    merged.append((begin, end))
+            self._ranges = merged
+
+    def read_into(self, view: memoryview, position: int) -> bool:
+        """Fill a view where all of it is here; tell whether it is."""
+        ranges = self._ranges
+        place = bisect.bisect_right(ranges, position, key=lambda one: one[0]) - 1
+        if place < 0 or ranges[place][1] < position + len(view):
+            return False
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return read_into(fd, view, position) == len(view)
+        finally:
+            os.close(fd)
+
+
 class RemoteFile:
     """One remote file; see ``store.local.OpenFile``.
 
@@ -179,17 +238,23 @@ class RemoteFile:
         cache: Of the mirror that it is in.
         path: Its path in the file system.
         size: Its bytes.
+        held: What of it is on the local disk.
     """
 
     fd: int | None = None
 
-    def __init__(self, cache: RangeCache, path: str, size: int) -> None:
+    def __init__(self, cache: RangeCache, path: str, size: int, held: Held | None = None) -> None:
         self._cache = cache
         self._path = path
+        self._held = held
         self.size = size
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return up to ``num_bytes`` bytes from ``start``."""
+        if self._held is not None:
+            data = bytearray(max(min(num_bytes, self.size - start), 0))
+            if self._held.read_into(memoryview(data), start):
+                return bytes(data)
         if num_bytes >= _LONG_BYTES:
             stop = min(start + num_bytes, self.size)
             return self._cache.request(self._path, start, stop) if stop > start else b""
@@ -197,6 +262,8 @@ class RemoteFile:
 
     def read_into(self, view: memoryview, position: int) -> int:
         """Fill a view from byte ``position`` on, and return how many bytes came: fewer only at the file's end."""
+        if self._held is not None and self._held.read_into(view, position):
+            return len(view)
         if len(view) >= _LONG_BYTES:
             return self._cache.run_into(self._path, self.size, view, position)
         data = self._cache.piece(self._path, self.size, position, len(view))

@@ -42,13 +42,14 @@ def encode_pickle(value: Any, *, what: str = "the value") -> bytes:
     return _Emitter(what, {}).whole(value)
 
 
-def encode_object(value: Any, *, what: str = "the value") -> bytes:
+def encode_object(value: Any, *, what: str = "the value", prefix: str = "archive") -> bytes:
     """Return a whole ``torch.save`` archive that holds one value.
 
     Args:
         value: What ``codec.pickles`` decodes: None, numbers, texts, bytes, containers, dtypes, and records of classes
             in ``codec.known.PLAIN``.
         what: Its name, for messages.
+        prefix: Folder within the archive; ``torch.save`` takes the stem of the file that it writes.
 
     Raises:
         Incompatible: It holds a tensor, an instance of another class, or itself, or is nested too deep; the message
@@ -59,7 +60,7 @@ def encode_object(value: Any, *, what: str = "the value") -> bytes:
         True
     """
     contents = _around(encode_pickle(value, what=what), {})
-    layout = lay_out_records(contents, prefix="archive", alignment=_ALIGNMENT)
+    layout = lay_out_records(contents, prefix=prefix, alignment=_ALIGNMENT)
     data = bytearray(layout.size)
     for position, piece in seal_archive(layout, {}):
         data[position : position + len(piece)] = piece

@@ -17,9 +17,10 @@ from fsdp_ckpt.errors import Incompatible, UsageError
 from fsdp_ckpt.names import glob_filter
 from fsdp_ckpt.plan.boxes import Box
 
-__all__ = ["Mesh", "Placement", "Sharding", "parse_mesh", "parse_placement"]
+__all__ = ["MAX_RANKS", "Mesh", "Placement", "Sharding", "parse_mesh", "parse_placement"]
 
 MAX_RANKS = 1 << 16
+_MAX_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def parse_mesh(text: str) -> Mesh:
         UsageError: It is no such text, or has no ranks, or too many.
     """
     sizes = text.lower().split("x")
-    if not all(size.isascii() and size.isdigit() and 1 <= int(size) <= MAX_RANKS for size in sizes) or len(sizes) > 4:
+    if not all(_is_number(size) and 1 <= int(size) <= MAX_RANKS for size in sizes) or len(sizes) > 4:
         raise UsageError(f"--mesh {text} is no mesh", hint="write ranks per dimension, such as 8 or 2x4")
     mesh = Mesh(shape=tuple(map(int, sizes)))
     if mesh.num_ranks > MAX_RANKS:
@@ -83,7 +84,7 @@ def parse_placement(text: str, mesh: Mesh) -> Placement:
     pattern, equals, rest = text.rpartition("=")
     words = rest.split(",")
     example = "*.up.weight=" + ",".join(["0", "r", "1", "r"][: len(mesh.shape)])
-    if not equals or not pattern or not all(word == "r" or (word.isascii() and word.isdigit()) for word in words):
+    if not equals or not pattern or not all(word == "r" or _is_number(word) for word in words):
         raise UsageError(f"--placement {text} is none", hint=f"such as: --placement '{example}'")
     if len(words) != len(mesh.shape):
         raise UsageError(
@@ -91,6 +92,10 @@ def parse_placement(text: str, mesh: Mesh) -> Placement:
             hint=f"one entry per mesh dimension, such as: --placement '{example}'",
         )
     return Placement(pattern=pattern, dims=tuple(None if word == "r" else int(word) for word in words))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS
 
 
 @dataclass(kw_only=True)

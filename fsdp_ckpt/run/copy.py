@@ -15,7 +15,7 @@ from typing import Any, Literal
 from fsdp_ckpt.catalog import Chunk, DType, TensorEntry
 from fsdp_ckpt.errors import ChecksumMismatch, MalformedFile
 from fsdp_ckpt.plan.boxes import bands
-from fsdp_ckpt.run.checksum import BLOCK_BYTES, check_crc, combine_crc, crc32, verify_record
+from fsdp_ckpt.run.checksum import BLOCK_BYTES, check_crc, checksum_range, combine_crc, crc32, verify_record
 from fsdp_ckpt.run.ledger import Ledger
 from fsdp_ckpt.run.progress import Meter
 from fsdp_ckpt.run.runs import Run, find_runs, is_read_in_order
@@ -122,6 +122,17 @@ class Copier:
             if run.chunk.crc32 is not None and not run.is_record:
                 self._ledger.expect(run.store, run.chunk, key=task.tensor.key)
 
+    def compare_once(self, store: LocalStore, chunk: Chunk, *, key: str) -> int:
+        """Compare a record that its reader does not see in order, unless that was done before.
+
+        Returns:
+            Bytes that were compared.
+
+        Raises:
+            ChecksumMismatch: It is not what was written.
+        """
+        return self._ledger.verify_once(store, chunk, key=key)
+
     def finish(self) -> int:
         """Compare the records that were read in part only; to be called when all tasks are done.
 
@@ -177,13 +188,31 @@ class Copier:
             if not cast and self._share and self._try_share(fd, run, position):
                 result.shared_bytes += num_bytes
                 self.meter.add(num_bytes)
-                own = run.chunk.crc32 if run.is_record else None
+                own = self._shared_crc(task, run, result)
             else:
                 own = self._stream(task, fd, run, position, result, cast=cast)
             if crc is not None:
                 crc = own if number == 0 or own is None else combine_crc(crc, own, num_bytes)
             position += num_bytes
         result.crc32 = crc
+
+    def _shared_crc(self, task: CopyTask, run: Run, result: TaskResult) -> int | None:
+        """Return the CRC-32 of a run that shares blocks, where it has to be known or is recorded.
+
+        Of a whole record it is the recorded one: nothing is read, and damage stays visible. A new checksum over a piece
+        would hide the damage of its record, so that pieces are read and the record is compared.
+        """
+        chunk, key = run.chunk, task.tensor.key
+        if run.is_record or chunk.crc32 is None or not (self.verify and self._hash_output):
+            return chunk.crc32 if run.is_record else None
+        stop = run.start + run.num_bytes
+        with run.store.opened(chunk.file) as source:
+            crc = checksum_range(source, run.start, stop)
+        if task.tensor.replicas:
+            result.verified_bytes += self._ledger.verify_once(run.store, chunk, key=key)
+        else:
+            result.verified_bytes += self._ledger.note(run.store, chunk, run.start, crc, stop=stop, key=key)
+        return crc
 
     def _buffer(self) -> memoryview:
         view: memoryview | None = getattr(self._local, "view", None)
@@ -266,7 +295,7 @@ class Copier:
         """Compare a record that gathering would not read in order; it has no checksum left to look at afterwards."""
         if is_read_in_order(chunk, task.box):
             return store, chunk
-        result.verified_bytes += self._ledger.verify_once(store, chunk, key=task.tensor.key)
+        result.verified_bytes += self.compare_once(store, chunk, key=task.tensor.key)
         return store, chunk._replace(crc32=None)
 
     def _try_share(self, fd: int, run: Run, position: int) -> bool:

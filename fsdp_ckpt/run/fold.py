@@ -13,7 +13,6 @@ from fsdp_ckpt.plan.boxes import Box, bands
 from fsdp_ckpt.plan.output import LowRank, OutputTensor
 from fsdp_ckpt.run.checksum import crc32, verify_record
 from fsdp_ckpt.run.copy import CancelledError, Copier, TaskResult
-from fsdp_ckpt.run.ledger import Ledger
 from fsdp_ckpt.run.runs import is_read_in_order
 from fsdp_ckpt.run.sources import Located
 from fsdp_ckpt.run.tasks import CopyTask, cut_tasks
@@ -196,14 +195,13 @@ def _open(copier: Copier, tensor: TensorEntry, chunks: Sequence[Chunk], box: Box
     """Return a reader of a box; records that it will not read in order are compared now, each once."""
     from fsdp_ckpt.run.gather import Gatherer
 
-    ledger = Ledger()
     located: list[Located] = []
     for wanted in chunks:
         store, chunk = copier.sources.resolve(tensor, wanted)
         if copier.verify:
             result.unverified += chunk.crc32 is None
             if not is_read_in_order(chunk, box):
-                result.verified_bytes += ledger.verify_once(store, chunk, key=tensor.key)
+                result.verified_bytes += copier.compare_once(store, chunk, key=tensor.key)
                 chunk = chunk._replace(crc32=None)
         located.append((store, chunk))
     return Gatherer(tensor.key, tensor.dtype, tensor.shape, located, verify="passing" if copier.verify else "off")

@@ -183,6 +183,8 @@ def find_adapter_config(
     said = found.values.get("lora_alpha")
     if alpha is not None and alpha != said:
         raise UsageError(f"--lora-alpha is {alpha:g}, but {found.source} says {_short(said)}", hint="leave it out")
+    if use_rslora and found.values.get("use_rslora") is not True:
+        raise UsageError(f"--rslora, but {found.source} does not say use_rslora", hint="leave it out")
     return found
 
 

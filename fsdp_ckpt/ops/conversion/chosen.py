@@ -40,7 +40,9 @@ class Chosen:
         return [*self.models, *self.optimizers, *self.others]
 
 
-def choose_parts(checkpoint: Checkpoint, wanted: str, *, several: bool, paths: Sequence[str], out: str) -> Chosen:
+def choose_parts(
+    checkpoint: Checkpoint, wanted: str, *, several: bool, paths: Sequence[str], out: str, command: str
+) -> Chosen:
     """Return the parts that a conversion is about.
 
     Args:
@@ -49,6 +51,7 @@ def choose_parts(checkpoint: Checkpoint, wanted: str, *, several: bool, paths: S
         several: Whether the target can hold several models.
         paths: As the user typed them, for messages.
         out: The destination, for messages.
+        command: What was typed (``convert --to dcp``), for messages.
 
     Raises:
         NoModelWeights: What was asked for is not there.
@@ -68,7 +71,7 @@ def choose_parts(checkpoint: Checkpoint, wanted: str, *, several: bool, paths: S
         if wanted == "model" or not models:
             optimizers = optimizers if wanted == "all" else []
         if (len(models) > 1 and not several) or (not models and not optimizers):
-            chosen, notes = choose_model_part(checkpoint, None, paths=paths, out=out, command="convert")
+            chosen, notes = choose_model_part(checkpoint, None, paths=paths, out=out, command=command)
             models = [chosen]
         aside = [part.name for part in candidates if part not in models]
         if aside:
@@ -77,7 +80,7 @@ def choose_parts(checkpoint: Checkpoint, wanted: str, *, several: bool, paths: S
         named = [part for part in optimizers if wanted in (part.name, part.folder)]
         optimizers = named
         if not named:
-            chosen, notes = choose_model_part(checkpoint, wanted, paths=paths, out=out, command="convert")
+            chosen, notes = choose_model_part(checkpoint, wanted, paths=paths, out=out, command=command)
             models = [chosen]
     if wanted == "optimizer" and not optimizers:
         names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
@@ -87,7 +90,7 @@ def choose_parts(checkpoint: Checkpoint, wanted: str, *, several: bool, paths: S
         models=models, optimizers=optimizers, others=others if wanted == "all" else (), notes=notes
     )  # fmt: skip
     for part in (*models, *optimizers, *(part for part in found.others if part.tensors)):
-        refuse_incomplete(part, paths=paths, out=out, command="convert")
+        refuse_incomplete(part, paths=paths, out=out, command=command)
         refuse_mixed(checkpoint, part, paths=paths)
         shared = find_shared_bytes(part.tensors.values())
         if shared is not None:

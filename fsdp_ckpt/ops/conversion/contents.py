@@ -56,7 +56,7 @@ def naming_of(options: ConvertOptions) -> Naming:
 
 
 def model_content(part: Part, options: ConvertOptions) -> tuple[Selection, OutputPart]:
-    """Return a model under clean names, in the dtype asked for; its objects as they are.
+    """Return a model under clean names, in the dtype asked for; filters and renames count for its objects as well.
 
     Raises:
         NameCollision: Two tensors would get one name.
@@ -72,7 +72,15 @@ def model_content(part: Part, options: ConvertOptions) -> tuple[Selection, Outpu
     )
     if options.unstack_layers:
         selection = replace(selection, tensors=unstack_layers(selection.tensors))
-    objects = [OutputObject(path=(clean_fqn(entry.name),), source=entry) for entry in part.objects.values()]
+    naming, dropped = naming_of(options), list(selection.excluded)
+    objects: list[OutputObject] = []
+    for entry in part.objects.values():
+        name = naming(clean_fqn(entry.name))
+        if name is None:
+            dropped.append(entry.name)
+        else:
+            objects.append(OutputObject(path=(name,), source=entry))
+    selection = replace(selection, excluded=dropped)
     return selection, OutputPart(name=part.name, role=part.role, tensors=selection.tensors, objects=objects)
 
 
@@ -143,7 +151,10 @@ def read_param_names(path: str | os.PathLike[str]) -> list[str]:
         UsageError: It is something else.
     """
     text = os.fspath(path)
-    example = "json.dump([name for name, _ in model.named_parameters()], file)"
+    example = (
+        "names = {p: n for n, p in model.named_parameters()}; "
+        'json.dump([names[p] for g in optimizer.param_groups for p in g["params"]], file)'
+    )
     try:
         with open(text, encoding="utf-8") as file:
             names = json.load(file)

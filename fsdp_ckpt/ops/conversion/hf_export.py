@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from fsdp_ckpt.catalog import DType, Shape
@@ -33,13 +34,13 @@ class HfExport:
 
     Attributes:
         tensors: Under the names that the model's class expects.
-        files: What stands beside the weights, by name.
+        files: What stands beside the weights, by name: config.json, and files to copy, which may be large.
         notes: What was changed, and what could not be compared.
         warnings: What the user should know.
     """
 
     tensors: Sequence[OutputTensor]
-    files: Mapping[str, bytes]
+    files: Mapping[str, bytes | Path]
     notes: Sequence[str] = field(default=())
     warnings: Sequence[str] = field(default=())
 
@@ -82,9 +83,9 @@ def prepare_export(
     if "tokenizer_config.json" in side.missing:
         warnings.append("no tokenizer was found beside the checkpoint: the folder has none")
     changes = _config_changes(tensors, side.config, dtype, tied or {}, notes)
-    files = {name: materialise(path).read_bytes() for name, path in side.files.items()}
-    if changes:
-        files["config.json"] = (json.dumps({**side.config, **changes}, indent=2) + "\n").encode()
+    files: dict[str, bytes | Path] = {name: materialise(path) for name, path in side.files.items()}
+    said = materialise(side.files["config.json"]).read_bytes()
+    files["config.json"] = (json.dumps({**side.config, **changes}, indent=2) + "\n").encode() if changes else said
     return HfExport(tensors=tensors, files=files, notes=notes, warnings=warnings)
 
 

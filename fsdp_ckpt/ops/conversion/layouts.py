@@ -82,7 +82,8 @@ def full_state(laid: Laid, part: OutputPart, store: LocalStore, *, name: str) ->
     }
     values = {entry.path: value_of(entry, store) for entry in part.objects}
     state = nest({**leaves, **values}, where=part.name)
-    if part.role is Role.OPTIMIZER:  # torch's loader asks for both, also before the first step
+    is_flattened = any(len(path) == 1 for path in (*leaves, *values))
+    if part.role is Role.OPTIMIZER and not is_flattened:  # torch's loader asks for both, also before the first step
         state = {STATE: {}, PARAM_GROUPS: [], **state}
     layout = lay_out_state(state, prefix=name.rpartition(".")[0], what=f"`{part.name}`")
     tensors = part.tensors

@@ -169,6 +169,7 @@ def _indices(leaves: OptimizerLeaves, groups: _Groups, values: Callable[[ObjectE
     known = {str(index) for group in listed for index in group}
     shapes: dict[int, Shape] = {}
     unclear: list[int] = []
+    shapeless: list[int] = []
     for owner, kinds in leaves.state.items():
         if owner not in known:
             raise MalformedFile(f"{where}: state for `{owner}`, which is in no group")
@@ -181,7 +182,11 @@ def _indices(leaves: OptimizerLeaves, groups: _Groups, values: Callable[[ObjectE
             shapes[int(owner)] = found.pop()
         elif found:
             unclear.append(int(owner))
-    return Indices(groups=listed, shapes=shapes, unclear=unclear, names=_kept_names(groups, values))
+        elif any(isinstance(leaf.source, TensorEntry) or leaf.read(values) is not None for leaf in kinds.values()):
+            shapeless.append(int(owner))
+    return Indices(
+        groups=listed, shapes=shapes, unclear=unclear, shapeless=shapeless, names=_kept_names(groups, values)
+    )
 
 
 def _kept_names(groups: _Groups, values: Callable[[ObjectEntry], Any]) -> list[str] | None:

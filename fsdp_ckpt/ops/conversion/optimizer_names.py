@@ -40,12 +40,14 @@ class Indices:
         groups: Indices in each group, in order.
         shapes: Shape of the parameter, by index, as far as its state tells.
         unclear: Indices whose state is of several shapes, so that it does not tell the parameter's.
+        shapeless: Indices with state in which no shape shows: a number of steps alone.
         names: Names in the order of ``groups``, where the file has them (``param_names`` of torch 2.6 and newer).
     """
 
     groups: Sequence[Sequence[int]]
     shapes: Mapping[int, Shape]
     unclear: Sequence[int] = ()
+    shapeless: Sequence[int] = ()
     names: Sequence[str] | None = None
 
     @property
@@ -220,6 +222,12 @@ def _forced(indices: Indices, candidates: Mapping[str, Shape], where: str, model
     free = [name for name in candidates if name not in taken]
     left = [index for index in indices.all if index not in found]
     homes = {number for number, group in enumerate(indices.groups) if any(index not in found for index in group)}
+    if len(left) > 1 and indices.shapeless:
+        raise Incompatible(
+            f"{where} keeps its state by index, and that of index {indices.shapeless[0]} shows no shape: whether it is "
+            f"`{free[0]}` or `{free[1]}` cannot be told",
+            hint=_HINT,
+        )
     if len(left) > 1 and len(homes) > 1:
         raise Incompatible(
             f"{where} keeps its state by index, and has none for {len(left)} parameters of several groups: whether "

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_ckpt.catalog import DType
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.ops.merge_plan import DEFAULT_SHARD_SIZE, cast_target
 from fsdp_ckpt.ops.share import Share
-from fsdp_ckpt.plan.reshard import Mesh, Sharding, parse_mesh, parse_placement
+from fsdp_ckpt.plan.reshard import MAX_RANKS, Mesh, Sharding, parse_mesh, parse_placement
 
-__all__ = ["FORMS", "TARGETS", "ConvertOptions", "check_options", "sharding_of"]
+__all__ = ["FORMS", "TARGETS", "ConvertOptions", "as_typed", "check_options", "sharding_of", "wants"]
 
 TARGETS: Mapping[str, str] = {
     "safetensors": "model.safetensors and what lies beside it",
@@ -27,6 +27,8 @@ TARGETS: Mapping[str, str] = {
 _WHOLE = frozenset({"dcp", "accelerate", "torch"})
 """Targets that hold more than a model."""
 _SHARDED = frozenset({"dcp", "accelerate"})
+_WEIGHTS = ("safetensors", "hf", "torch")
+"""Targets whose weights are whole, in files of limited size."""
 
 FORMS = ("by-name", "by-index", "flattened")
 _PARTS = ("model", "optimizer", "all")
@@ -130,8 +132,8 @@ def check_options(options: ConvertOptions) -> None:
         what = "--full files" if options.full else f"--to {options.to}"
         raise UsageError(f"{what} is not sharded: --world-size, --mesh and --placement do not go with it",
                          hint="--to dcp, or --to accelerate")  # fmt: skip
-    if options.world_size is not None and options.world_size < 1:
-        raise UsageError("--world-size must be at least 1")
+    if options.world_size is not None and not 1 <= options.world_size <= MAX_RANKS:
+        raise UsageError(f"--world-size must be at least 1, and at most {MAX_RANKS}")
     if options.full and options.to != "accelerate":
         raise UsageError("--full is for --to accelerate", hint="--to torch makes pytorch_model.bin")
     if options.to not in _WHOLE and options.part in ("optimizer", "all"):
@@ -141,8 +143,8 @@ def check_options(options: ConvertOptions) -> None:
         )
     if options.fold_lora and options.to == "adapter":
         raise UsageError("--fold-lora adds the adapter to the model: --to adapter does not go with it")
-    if options.config_from is not None and options.to != "hf":
-        raise UsageError("--config-from is for --to hf")
+    for option, where in _without_effect(options):
+        raise UsageError(f"{option} is for {where}: here it would change nothing", hint=f"leave out {option}")
     if options.jobs is not None and options.jobs < 1:
         raise UsageError("--jobs must be at least 1")
     if options.remove_source and not options.verify:
@@ -150,9 +152,37 @@ def check_options(options: ConvertOptions) -> None:
     cast_target(options.dtype)
 
 
+def _without_effect(options: ConvertOptions) -> Iterator[tuple[str, str]]:
+    """Yield options that were given and that nothing looks at, with what they are for."""
+    to, folds = options.to, options.fold_lora
+    if options.config_from is not None and to != "hf":
+        yield "--config-from", "--to hf"
+    if options.tie and to not in _WEIGHTS:
+        yield "--tie", f"--to {' or '.join(_WEIGHTS)}"
+    if options.max_shard_size != DEFAULT_SHARD_SIZE and to not in _WEIGHTS:
+        yield "--max-shard-size", f"--to {' or '.join(_WEIGHTS)}"
+    if options.optimizer_form != FORMS[0] and (to not in _WHOLE or options.part == "model"):
+        yield "--optimizer-form", "results with an optimizer"
+    if options.lora_alpha is not None and not folds and to != "adapter":
+        yield "--lora-alpha", "--fold-lora or --to adapter"
+    if options.adapter_config is not None and not folds and to != "adapter":
+        yield "--adapter-config", "--fold-lora or --to adapter"
+    if options.rslora and options.lora_alpha is None:
+        yield "--rslora", "--lora-alpha; an adapter_config.json says it itself"
+    if options.adapter is not None and not folds and to not in (*_WEIGHTS, "adapter"):
+        yield "--adapter", "--fold-lora, or a result without PEFT's names"
+
+
 def wants(options: ConvertOptions) -> str:
     """Return which parts are asked for: ``model``, ``optimizer``, ``all``, or the name of one."""
     return options.part or ("all" if options.to in _WHOLE else "model")
+
+
+def as_typed(options: ConvertOptions, command: str) -> str:
+    """Return ``convert`` or ``reshard`` with the option that it cannot do without, for messages."""
+    if command == "convert":
+        return f"convert --to {options.to}"
+    return f"reshard --mesh {options.mesh}" if options.mesh else f"reshard --world-size {options.world_size}"
 
 
 def sharding_of(options: ConvertOptions, saved: int | None) -> Sharding:
@@ -161,11 +191,16 @@ def sharding_of(options: ConvertOptions, saved: int | None) -> Sharding:
     Args:
         options: The options.
         saved: Ranks that wrote the source, where that is known.
+
+    Raises:
+        UsageError: A mesh or a placement that is none, or a source of more ranks than there can be.
     """
     if options.mesh is not None:
         mesh = parse_mesh(options.mesh)
     elif options.world_size is not None:
         mesh = parse_mesh(str(options.world_size))
+    elif saved is not None and saved > MAX_RANKS:
+        raise UsageError(f"the source says that {saved} ranks wrote it, more than {MAX_RANKS}", hint="--world-size 8")
     else:
         mesh = Mesh(shape=(saved or 1,))
     return Sharding(mesh=mesh, placements=[parse_placement(text, mesh) for text in options.placements])

@@ -12,10 +12,10 @@ from fsdp_ckpt.layouts.registry import read_checkpoint
 from fsdp_ckpt.ops.conversion.chosen import Chosen, choose_parts
 from fsdp_ckpt.ops.conversion.contents import model_content, optimizer_content
 from fsdp_ckpt.ops.conversion.layouts import Laid
-from fsdp_ckpt.ops.conversion.options import ConvertOptions, check_options, wants
+from fsdp_ckpt.ops.conversion.options import ConvertOptions, as_typed, check_options, wants
 from fsdp_ckpt.ops.conversion.report import WrittenPart
 from fsdp_ckpt.ops.conversion.shapes_from import shapes_from
-from fsdp_ckpt.plan.output import OutputPart
+from fsdp_ckpt.plan.output import OutputPart, OutputTensor
 from fsdp_ckpt.plan.reshard import Sharding
 from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.store.local import LocalStore
@@ -44,6 +44,7 @@ class ConvertPlan:
         excluded: Tensors left out by filters.
         tied: Name kept by name not written.
         left: What of the source is not in the result.
+        kept: Identities of the source's tensors that are in the result, or the same as one that is.
         notes: What was chosen on the user's behalf.
         warnings: What the user should know.
     """
@@ -62,6 +63,7 @@ class ConvertPlan:
     excluded: int = 0
     tied: Mapping[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -78,6 +80,7 @@ class ConvertPlan:
 
     def note_written(self, part: OutputPart, written_as: str) -> None:
         """Say that a part is in the result."""
+        self.note_kept(part.tensors)
         self.written.append(
             WrittenPart(
                 name=part.name,
@@ -90,6 +93,17 @@ class ConvertPlan:
             )
         )
 
+    def note_kept(self, tensors: Sequence[OutputTensor]) -> None:
+        """Say that nothing of these is lost: they are in the result, folded into it, or the same as one that is."""
+        for tensor in tensors:
+            factors = (tensor.addition.up, tensor.addition.down) if tensor.addition is not None else ()
+            self.kept |= {id(tensor.source), *map(id, factors)}
+
+    def lost(self) -> list[str]:
+        """Return the keys of tensors that are read, and are not in the result."""
+        entries = (entry for part in self.chosen.parts for entry in part.tensors.values())
+        return [entry.key for entry in entries if id(entry) not in self.kept]
+
     def note_left(self, part: Part | OutputPart, why: str) -> None:
         """Say that a part of the source, or the values in it, are not in the result."""
         what = [f"{len(part.tensors)} tensors"] if part.tensors else []
@@ -97,13 +111,14 @@ class ConvertPlan:
         self.left.append(f"{part.name} ({', '.join(what) or 'empty'}): {why}")
 
 
-def begin_plan(sources: Sequence[str], options: ConvertOptions, *, out: str) -> ConvertPlan:
+def begin_plan(sources: Sequence[str], options: ConvertOptions, *, out: str, command: str = "convert") -> ConvertPlan:
     """Read the metadata of a checkpoint and decide what is written of it; the target's layout comes after that.
 
     Args:
         sources: The checkpoint, as given.
         options: The options.
         out: The destination, for messages.
+        command: ``convert`` or ``reshard``, likewise.
 
     Raises:
         As ``convert``.
@@ -113,7 +128,9 @@ def begin_plan(sources: Sequence[str], options: ConvertOptions, *, out: str) -> 
     if options.shapes_from is not None:
         checkpoint = name_flat_parameters(checkpoint, shapes_from(options.shapes_from))
     several = options.to not in _ONE_MODEL
-    chosen = choose_parts(checkpoint, wants(options), several=several, paths=sources, out=out)
+    chosen = choose_parts(
+        checkpoint, wants(options), several=several, paths=sources, out=out, command=as_typed(options, command)
+    )
     plan = ConvertPlan(
         sources=sources, checkpoint=checkpoint, store=LocalStore(checkpoint.roots), chosen=chosen, options=options
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, TensorEntry
-from fsdp_ckpt.errors import CorruptCheckpoint
+from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, Role, TensorEntry
+from fsdp_ckpt.errors import MalformedFile, PathOutside
 from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, manifest_of, write_manifest
+from fsdp_ckpt.layouts.optimizer_paths import STATE
+from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.ops.conversion.chosen import Chosen, choose_parts
+from fsdp_ckpt.ops.conversion.contents import whole_content
 from fsdp_ckpt.ops.conversion.layouts import dcp_folder
-from fsdp_ckpt.ops.conversion.options import ConvertOptions, sharding_of
+from fsdp_ckpt.ops.conversion.options import ConvertOptions, as_typed, sharding_of
 from fsdp_ckpt.ops.conversion.plan import ConvertPlan
 from fsdp_ckpt.ops.side_files import find_side_files
 from fsdp_ckpt.plan.output import OutputObject, OutputPart, OutputTensor
@@ -22,11 +25,15 @@ from fsdp_ckpt.plan.reshard import Sharding
 from fsdp_ckpt.run.checksum import checksum_range, combine_crc, crc32
 from fsdp_ckpt.run.engine import OutputSpec
 from fsdp_ckpt.store.leftovers import is_staging
-from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.store.local import LocalFile, LocalStore
+from fsdp_ckpt.store.publish import resolve_destination
 
 __all__ = ["plan_resharding"]
 
-_DEPTH = 4
+_DEPTH = 64
+
+Head = tuple[str, ...]
+"""What stands before a part's own names in the keys of a folder."""
 
 
 def plan_resharding(
@@ -44,7 +51,8 @@ def plan_resharding(
         As ``reshard``.
     """
     wanted = options.part or "all"
-    chosen = choose_parts(checkpoint, wanted, several=True, paths=paths, out=out)
+    command = as_typed(options, "reshard")
+    chosen = choose_parts(checkpoint, wanted, several=True, paths=paths, out=out, command=command)
     own = [part for part in chosen.others if part.dialect == "dcp"]
     if any(part.dialect != "dcp" for part in (*chosen.models, *chosen.optimizers)):
         return None
@@ -61,15 +69,15 @@ def plan_resharding(
     plan.sharding = sharding_of(options, plan.saved_world_size)
     manifest = manifest_of(plan.store) if wanted == "all" else None
     save_id = _save_id(manifest, plan.sharding) if manifest is not None else None
-    folders: dict[str, list[tuple[tuple[str, ...], OutputPart]]] = {}
+    folders: dict[str, list[tuple[Head, OutputPart]]] = {}
     for part in parts:
-        head = _head(part)
-        folders.setdefault(part.folder, []).append((head, _as_it_is(part)))
-        plan.note_written(folders[part.folder][-1][1], part.folder or ".")
-    plan.models = [content for _, content in (pair for group in folders.values() for pair in group)]
+        content = whole_content(part)
+        folders.setdefault(part.folder, []).extend(_by_place(content))
+        plan.models.append(content)
+        plan.note_written(content, part.folder or ".")
     for folder, group in folders.items():
         dcp_folder(plan.laid, group, plan.sharding, plan.store, folder=folder, save_id=save_id)
-    _add_files_beside(plan, parts, everything=wanted == "all")
+    _add_files_beside(plan, parts, everything=wanted == "all", out=resolve_destination(Path(out)))
     if manifest is not None and save_id is not None:
         _add_manifest(plan, manifest, save_id)
     return plan
@@ -81,33 +89,40 @@ def _save_id(manifest: Manifest, sharding: Sharding) -> str:
     return hashlib.sha256(json.dumps([manifest.save_id, sharding.mesh.shape, places]).encode()).hexdigest()[:32]
 
 
-def _head(part: Part) -> tuple[str, ...]:
-    """Return what stands before a part's own names in the keys of its folder: ``("state", "model")``."""
-    entries: list[TensorEntry | ObjectEntry] = [*part.tensors.values(), *part.objects.values()]
-    for entry in entries:
-        own = _dotted(entry)
-        if entry.key == own:
-            return ()
-        if not entry.key.endswith("." + own):
-            raise CorruptCheckpoint(f"`{entry.key}` is not where its part `{part.name}` is")
-        return tuple(entry.key[: -len(own) - 1].split("."))
-    return ()
+def _by_place(part: OutputPart) -> list[tuple[Head, OutputPart]]:
+    """Return what a part holds by what stands before its own names in the keys: ``("state", "model")``.
 
-
-def _dotted(entry: TensorEntry | ObjectEntry) -> str:
-    return ".".join(map(str, entry.path or (entry.name,)))
-
-
-def _as_it_is(part: Part) -> OutputPart:
-    tensors = [
-        OutputTensor(name=entry.name, dtype=entry.dtype, source=entry, path=entry.path or (entry.name,))
-        for entry in part.tensors.values()
+    Keys stay as they are, also where they are put together in another way than the names in the part (Megatron).
+    """
+    tensors: dict[Head, list[OutputTensor]] = {}
+    objects: dict[Head, list[OutputObject]] = {}
+    for tensor in part.tensors:
+        head, path = _place(tensor.source, part)
+        is_state = part.role is Role.OPTIMIZER and path != tensor.path and tensor.path[0] == STATE
+        name = str(tensor.path[1]) if is_state else tensor.name  # placements go by it
+        tensors.setdefault(head, []).append(replace(tensor, name=name, path=path))
+    for value in part.objects:
+        assert value.source is not None
+        head, path = _place(value.source, part)
+        objects.setdefault(head, []).append(replace(value, path=path))
+    return [
+        (head, replace(part, tensors=tensors.get(head, ()), objects=objects.get(head, ())))
+        for head in {**tensors, **objects}
     ]
-    objects = [OutputObject(path=entry.path or (entry.name,), source=entry) for entry in part.objects.values()]
-    return OutputPart(name=part.name, role=part.role, tensors=tensors, objects=objects)
 
 
-def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: bool) -> None:
+def _place(entry: TensorEntry | ObjectEntry, part: OutputPart) -> tuple[Head, KeyPath]:
+    path = entry.path or (entry.name,)
+    own = ".".join(map(str, path))
+    if entry.key == own:
+        return (), path
+    if not entry.key.endswith("." + own):
+        return (), (entry.key,)
+    head = entry.key[: -len(own) - 1]
+    return (head,) if part.role is Role.OTHER and head == part.name else tuple(head.split(".")), path
+
+
+def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: bool, out: Path) -> None:
     """Add the files that are no data of the checkpoint: random states, configuration, tokenizer."""
     if not everything:
         folders = [root / part.folder for part in plan.chosen.models for root in plan.roots]
@@ -117,15 +132,21 @@ def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: b
     folders_of_data = {part.folder for part in parts}
     copied: dict[str, Path] = {}
     for root in plan.roots:
-        for name in _files_below(root):
+        for name in _files_below(root, known=folders_of_data, out=out):
             folder, _, file = name.rpartition("/")
             is_data = name in data or (folder in folders_of_data and file.endswith((".distcp", ".metadata", ".tmp")))
             if is_data or name == MANIFEST or name in copied:
                 continue
             try:
-                copied[name] = Path(plan.store.path(name))
-            except CorruptCheckpoint:
+                if plan.store.size(name) is None:
+                    plan.left.append(f"{name}: a link to what is not there")
+                else:
+                    copied[name] = Path(plan.store.path(name))
+            except PathOutside:
                 plan.left.append(f"{name}: a link that leads out of the checkpoint")
+            except MalformedFile:  # reading a pipe would wait for ever
+                is_folder = any((root / name).is_dir() for root in plan.roots)
+                plan.left.append(f"{name}: {'a folder that is no part of it' if is_folder else 'no regular file'}")
     plan.laid.files = {**copied, **plan.laid.files}
     per_rank = [part for part in plan.checkpoint.parts if part.role in ("rng", "dataloader") and part.files]
     if per_rank and plan.sharding is not None and plan.saved_world_size != plan.sharding.mesh.num_ranks:
@@ -135,13 +156,30 @@ def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: b
         )
 
 
-def _files_below(root: Path) -> Iterator[str]:
-    """Yield the files of a folder and of those in it, as paths from it; no links to folders, no hidden leftovers."""
+def _files_below(root: Path, *, known: Collection[str], out: Path) -> Iterator[str]:
+    """Yield the files of a folder and of those in it, as paths from it.
+
+    Links to folders are not followed. Left out are hidden leftovers, an earlier result at the destination, and whatever
+    else is a checkpoint of its own rather than one of the ``known`` folders of this one.
+    """
     for folder, names, files in os.walk(root):
         inner = Path(folder).relative_to(root)
-        names[:] = [name for name in names if not is_staging(name) and len(inner.parts) < _DEPTH]
-        for file in sorted(files):
+        if Path(folder).resolve() == out:
+            names.clear()
+            continue
+        if ".metadata" in files and _folder_name(inner) not in known:
+            names.clear()
+            yield inner.as_posix()  # as it is no file, it is said to be left behind
+            continue
+        names[:] = [name for name in names if not is_staging(name)]
+        if len(inner.parts) >= _DEPTH:
+            files, names[:] = [*files, *names], []  # as they are no files, they are said to be left behind
+        for file in sorted(name for name in files if not is_staging(name)):
             yield (inner / file).as_posix()
+
+
+def _folder_name(inner: Path) -> str:
+    return "" if inner == Path() else inner.as_posix()
 
 
 def _add_manifest(plan: ConvertPlan, manifest: Manifest, save_id: str) -> None:
@@ -180,6 +218,6 @@ def _file_crc(path: Path, spec: OutputSpec, crcs: Mapping[str, int]) -> int:
         return found
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # no library that combines checksums
     try:
-        return checksum_range(fd, 0, spec.size)
+        return checksum_range(LocalFile(fd), 0, spec.size)
     finally:
         os.close(fd)

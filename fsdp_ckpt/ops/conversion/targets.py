@@ -97,6 +97,7 @@ def _tied(plan: ConvertPlan, part: OutputPart, config: Mapping[str, object]) -> 
         selection, warnings = tie(Selection(tensors=part.tensors), sources, asked=asked is True)
     plan.warnings += warnings
     plan.tied = selection.tied
+    plan.note_kept([tensor for tensor in part.tensors if tensor.name in selection.tied])
     return replace(part, tensors=selection.tensors)
 
 
@@ -186,7 +187,8 @@ def _dcp(plan: ConvertPlan) -> None:
         if other.dialect == "dcp" or other.tensors:
             parts.append(((other.name,), whole_content(other)))
         else:
-            plan.note_left(other, "a file of its own, which has no place in a single folder; --to accelerate keeps it")
+            hint = "; --to accelerate keeps it" if _is_own_file(other) or other.role is Role.SCHEDULER else ""
+            plan.note_left(other, f"a file of its own, which has no place in a single folder{hint}")
     dcp_folder(plan.laid, parts, plan.sharding, plan.store, folder="")
     for head, part in parts:
         plan.note_written(part, head[0])
@@ -216,23 +218,28 @@ def _accelerate(plan: ConvertPlan) -> None:
             name = "optimizer.bin" if number == 0 else f"optimizer_{number}.bin"
             full_state(plan.laid, part, plan.store, name=name)
         plan.note_written(part, name)
-    schedulers = 0
-    for other in plan.chosen.others:
+    for other in sorted(plan.chosen.others, key=lambda part: not _is_own_file(part)):
+        taken = {*plan.laid.files, *(spec.name for spec in plan.laid.specs)}
         if _is_own_file(other):
-            for file in other.files:
-                plan.laid.files[file.rpartition("/")[2]] = Path(plan.store.path(file))
-            plan.note_written(whole_content(other), next(iter(other.files)).rpartition("/")[2])
+            file = next(iter(other.files))
+            name = file.rpartition("/")[2]
+            if name in taken:  # folders that each have a rank0.pt become one
+                plan.note_left(other, f"another `{name}` is in the result already")
+                continue
+            plan.laid.files[name] = Path(plan.store.path(file))
+            plan.note_written(whole_content(other), name)
         elif other.role is Role.SCHEDULER and not other.tensors:
-            name = "scheduler.bin" if schedulers == 0 else f"scheduler_{schedulers}.bin"
+            names = ("scheduler.bin", *(f"scheduler_{number}.bin" for number in range(1, len(plan.chosen.others) + 1)))
+            name = next(name for name in names if name not in taken)
             try:
-                plan.laid.files[name] = _encoded(other, plan.store)
+                plan.laid.files[name] = _encoded(other, plan.store, prefix=name.removesuffix(".bin"))
             except FsdpCkptError as error:
                 plan.note_left(other, error.message)
                 continue
-            schedulers += 1
             plan.note_written(whole_content(other), name)
         else:
-            plan.note_left(other, "Accelerate has no place for it; --to dcp keeps it")
+            hint = "; --to dcp keeps it" if other.dialect == "dcp" or other.tensors else ""
+            plan.note_left(other, f"Accelerate has no place for it{hint}")
     if "trainer_state.json" in plan.checkpoint.side_files:
         plan.laid.files["trainer_state.json"] = Path(plan.store.path("trainer_state.json"))
     _add_beside_quietly(plan)
@@ -243,9 +250,10 @@ def _is_own_file(part: Part) -> bool:
     return not part.tensors and len(part.files) == 1 and len(part.objects) == 1 and part.dialect == "torch-file"
 
 
-def _encoded(part: Part, store: LocalStore) -> bytes:
+def _encoded(part: Part, store: LocalStore, *, prefix: str) -> bytes:
     content = whole_content(part, lambda entry: load_value(entry, store))
-    return encode_object(nest({entry.path: entry.value for entry in content.objects}, where=part.name), what=part.name)
+    value = nest({entry.path: entry.value for entry in content.objects}, where=part.name)
+    return encode_object(value, what=part.name, prefix=prefix)
 
 
 def _add_beside_quietly(plan: ConvertPlan) -> None:

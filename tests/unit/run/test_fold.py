@@ -135,6 +135,24 @@ def test_boxes_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(values["w"], expected[4:13], rtol=0, atol=1e-5)
 
 
+def test_a_record_is_compared_once_for_all_its_boxes(tmp_path: Path) -> None:
+    """As many ranks as a matrix has rows would read it as often otherwise."""
+    weight, up, down = random(*SHAPE), random(61, RANK, seed=1), random(RANK, 47, seed=2)
+    found = entries(save_dcp(tmp_path / "ckpt", {"model": {"w": rows(weight, 1), "up": up, "down": down}}, ranks=1))
+    tensor = folded(found)
+    fd = os.open(tmp_path / "box", os.O_RDWR | os.O_CREAT)
+    with Sources(tmp_path / "ckpt") as sources:
+        copier = Copier(sources, Meter(0, None))
+        verified = [
+            task.carry_out(copier, fd).verified_bytes
+            for row in range(61)
+            for task in fold_tasks(tensor, ((row, 0), (1, 47)), position=row * 47 * 4)
+        ]
+    os.close(fd)
+    factors = (up.numel() + down.numel()) * 4
+    assert verified == [weight.numel() * 4 + factors, *[factors] * 60]
+
+
 @pytest.mark.parametrize("name", ["w", "up", "down"])
 @pytest.mark.parametrize("how", ["rows", "columns", "strided"])
 def test_damage_is_noticed(how: str, name: str, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Saved:
         values, _ = carry_out(tensors, self.folder / "sharded", scratch)
         save_file(values, out / "model.safetensors", metadata={"format": "pt"})
         for name, data in found.files.items():
-            (out / name).write_bytes(data)
+            (out / name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
         return out
 
 

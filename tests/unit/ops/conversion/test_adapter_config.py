@@ -112,6 +112,8 @@ def test_what_the_user_says(tmp_path: Path) -> None:
     assert find_adapter_config(tmp_path, SideFiles(), alpha=16) is not None
     with pytest.raises(UsageError, match=r"--lora-alpha is 8, but .* says 16"):
         find_adapter_config(tmp_path, SideFiles(), alpha=8)
+    with pytest.raises(UsageError, match=r"--rslora, but .* does not say use_rslora"):
+        find_adapter_config(tmp_path, SideFiles(), alpha=16, use_rslora=True)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b" " * (5 << 20)])

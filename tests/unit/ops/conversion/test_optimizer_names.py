@@ -63,6 +63,29 @@ def test_parameters_of_one_group_without_state_need_not_be_told_apart() -> None:
         names([[1], [0, 2]], {0: (4,)}, model)
 
 
+def test_steps_that_differ_are_not_given_to_any_parameter() -> None:
+    model = model_part({"a": (2,), "b": (2,), "c": (4,)})
+    indices = Indices(groups=[[0, 1, 2]], shapes={2: (4,)}, shapeless=[0, 1])
+    with pytest.raises(Incompatible, match="that of index 0 shows no shape: whether it is `a` or `b`"):
+        name_indices(indices, where="`optimizer`", model=model, param_names=None)
+    found, _ = name_indices(indices, where="`optimizer`", model=model, param_names=["a", "b", "c"])
+    assert found == {0: "a", 1: "b", 2: "c"}
+
+
+@pytest.mark.parametrize("second", [{"step": 7}, {"step": torch.tensor(7.0)}], ids=["number", "tensor"])
+def test_state_without_a_shape_is_seen_in_the_file(second: dict[str, Any], tmp_path: Path) -> None:
+    """State of SGD without momentum is None for every parameter: it may be anyone's, a number of steps may not."""
+    model = {"b.w": torch.zeros(2), "a.w": torch.zeros(2)}
+
+    def saved(one: dict[str, Any], two: dict[str, Any], name: str) -> Path:
+        state = {"state": {0: one, 1: two}, "param_groups": [{"lr": 0.1, "params": [1, 0]}]}
+        return save(tmp_path / name, {"model": model, "optimizer": state}, "file")
+
+    canonical(saved({"momentum_buffer": None}, {"momentum_buffer": None}, "x"))
+    with pytest.raises(Incompatible, match=r"that of index [01] shows no shape"):
+        canonical(saved({"step": 3}, second, "y"))
+
+
 @pytest.mark.parametrize(
     ("groups", "shapes", "message"),
     [

@@ -65,7 +65,7 @@ WAYS: dict[str, Way] = {
     "reshard to one": lambda src, dst, **more: reshard(src, dst, 1, **more),
     "reshard by columns": lambda src, dst, **more: reshard(src, dst, 2, placements=["[!t]*=1"], **more),
     "dcp": lambda src, dst, **more: convert(src, dst, to="dcp", world_size=4, **more),
-    "safetensors": lambda src, dst, **more: convert(src, dst, **more),
+    "safetensors": convert,
     "torch": lambda src, dst, **more: convert(src, dst, to="torch", **more),
     "full": lambda src, dst, **more: convert(src, dst, to="accelerate", full=True, **more),
 }
@@ -108,7 +108,12 @@ def test_every_byte_is_compared_once(way: str, src: Path, tmp_path: Path) -> Non
 
 def test_a_storage_of_several_tensors_is_compared_as_a_whole(tmp_path: Path) -> None:
     whole = torch.arange(4000, dtype=torch.int32)
-    views = {"a": whole[:1500].reshape(30, 50), "b": whole[1000:3000].reshape(40, 50), "c": whole[::2], "d": whole[10:20]}
+    views = {
+        "a": whole[:1500].reshape(30, 50),
+        "b": whole[1000:3000].reshape(40, 50),
+        "c": whole[::2],
+        "d": whole[10:20],
+    }
     torch.save(views, tmp_path / "m.pt")
     convert(tmp_path / "m.pt", tmp_path / "out", to="dcp", world_size=3, fsync=False)
     assert_same(read_dcp(tmp_path / "out")[0], views)
@@ -139,7 +144,7 @@ def test_a_replica_takes_the_place_of_a_damaged_record_everywhere(tmp_path: Path
 @pytest.mark.parametrize("way", WAYS)
 def test_a_missing_shard_is_refused(way: str, src: Path, tmp_path: Path) -> None:
     (src / "__1_0.distcp").unlink()
-    with pytest.raises(IncompleteCheckpoint, match="__1_0.distcp") as caught:
+    with pytest.raises(IncompleteCheckpoint, match=r"__1_0\.distcp") as caught:
         WAYS[way](src, tmp_path / "out")
     assert caught.value.exit_code == 4
     assert os.listdir(tmp_path) == ["src"]
@@ -200,6 +205,17 @@ def test_a_result_within_the_source_is_no_part_of_the_next_one(src: Path) -> Non
     (src / "huggingface" / "tokenizer.json").write_text("{}")
     reshard(src, src.parent / "beside", 3)
     assert tree(src.parent / "beside").keys() == wanted | {"huggingface/tokenizer.json"}
+
+
+def test_a_result_within_a_folder_of_folders_is_no_part_of_the_next_one(src: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    shutil.copytree(src, folder / "pytorch_model_fsdp_0")
+    torch.save({"rank": 0}, folder / "random_states_0.pkl")
+    for _ in range(2):
+        report = reshard(folder, folder / "resharded", 3, overwrite=True)
+        names = {Path(name).parts[0] for name in tree(folder / "resharded")}
+        assert names == {"pytorch_model_fsdp_0", "random_states_0.pkl"}
+        assert report.left == []
 
 
 def test_a_full_disk_is_said_before_anything_is_written(
@@ -263,16 +279,22 @@ def test_what_a_run_left_is_not_taken_up_when_the_source_changed(src: Path, tmp_
     assert sorted(os.listdir(out.parent)) == ["out"]
 
 
-def test_damage_in_what_an_earlier_run_copied_is_found_by_the_one_that_resumes(src: Path, tmp_path: Path) -> None:
-    """A record is cut in pieces: one was copied by the run that died, before anybody could compare the whole."""
-    damage(src, full_bits(MODEL["rows"][50:]))
+@pytest.mark.parametrize("where", [slice(0, 1), slice(60, 61)])
+def test_damage_in_what_an_earlier_run_copied_is_found_by_the_one_that_resumes(where: slice, tmp_path: Path) -> None:
+    """A tensor is part of a larger storage: that is compared at the end, which the run that died did not see."""
+    whole = torch.arange(4000, dtype=torch.int32).reshape(100, 40)
+    (tmp_path / "src").mkdir()
+    torch.save({"first row": whole[:1], "other": torch.arange(500.0).reshape(100, 5)}, tmp_path / "src" / "m.pt")
+    damage(tmp_path / "src", full_bits(whole[where]))
     out = tmp_path / "there" / "out"
     out.parent.mkdir()
-    command = [sys.executable, "-m", "tests.unit.ops.killed_writer", str(src), str(out), "exit"]
+    command = [sys.executable, "-m", "tests.unit.ops.killed_writer", str(tmp_path / "src"), str(out), "exit"]
     died = subprocess.run(command, check=False, timeout=60, capture_output=True)
     assert died.returncode == 9, died.stderr
-    with pytest.raises(ChecksumMismatch, match=r"`model.rows` is damaged"):
-        reshard(src, out, 5, resume=True)
+    finished = sorted(path.name for path in out.parent.glob(".*/**/*.distcp"))
+    assert finished == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"], "the first of them holds the row"
+    with pytest.raises(ChecksumMismatch, match=r"`first row` is damaged"):
+        reshard(tmp_path / "src", out, 5, resume=True)
     assert not out.exists()
 
 
@@ -297,3 +319,43 @@ def test_no_manifest_where_parts_are_left_out(ours: Path, tmp_path: Path) -> Non
     reshard(ours, tmp_path / "out", 3, part="model")
     assert not (tmp_path / "out" / MANIFEST).exists()
     assert {path.parts[0] for path in map(Path, tree(tmp_path / "out"))} == {"pytorch_model_fsdp_0"}
+
+
+@pytest.fixture
+def shares_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stand in for a file system on which files can share blocks; return what was shared."""
+    shared: list[int] = []
+
+    def clone(source: int, start: int, num_bytes: int, fd: int, position: int) -> bool:
+        assert os.pwrite(fd, os.pread(source, num_bytes, start), position) == num_bytes
+        shared.append(num_bytes)
+        return True
+
+    monkeypatch.setattr("fsdp_ckpt.run.copy.clone_range", clone)
+    return shared
+
+
+def test_sharing_blocks_hides_no_damage(shares_blocks: list[int], tmp_path: Path) -> None:
+    """A new checksum over a piece of a damaged record would make the damage the truth."""
+    tensor = torch.arange(64 * 1024, dtype=torch.int32).reshape(64, 1024)  # a row is a page
+    save_dcp(tmp_path / "first", {"model": {"w": tensor}})
+    reshard(tmp_path / "first", tmp_path / "src", 2)
+    shares_blocks.clear()
+    report = reshard(tmp_path / "src", tmp_path / "out", 4)
+    assert sum(shares_blocks) == report.shared_bytes == tensor.nbytes
+    assert report.verified_bytes == tensor.nbytes
+    assert_same(read_dcp(tmp_path / "out")[0], {"w": tensor})
+    damage(tmp_path / "src", full_bits(tensor[40]))
+    with pytest.raises(ChecksumMismatch, match=r"`model\.w` is damaged"):
+        reshard(tmp_path / "src", tmp_path / "wrong", 4)
+    assert not (tmp_path / "wrong").exists()
+    reshard(tmp_path / "src", tmp_path / "same", 2)  # whole records are not read: what is recorded of them stays
+    assert not validate(tmp_path / "same", level="deep").ok
+
+
+def test_where_no_library_combines_checksums(ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reshard(ours, tmp_path / "with", 3)
+    monkeypatch.setattr("fsdp_ckpt.run.checksum._combine", None)
+    reshard(ours, tmp_path / "without", 3)
+    assert tree(tmp_path / "without") == tree(tmp_path / "with")
+    assert validate(tmp_path / "without", level="deep").ok

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.catalog import Chunk, DType, TensorEntry
+from fsdp_ckpt.errors import IncompleteCheckpoint
 from fsdp_ckpt.plan.boxes import Box, intersect, is_contiguous_in, linear_offset
 
 if TYPE_CHECKING:
@@ -89,23 +91,22 @@ def cut_tasks(
     """
     shape, itemsize = tensor.shape, dtype.itemsize
     box = box or ((0,) * len(shape), shape)
-    num_bytes = itemsize
-    for length in box[1]:
-        num_bytes *= length
+    num_bytes = math.prod(box[1]) * itemsize
     if not num_bytes:
         return
     chunks = (index or ChunkIndex(tensor)).within(box)
     boxes = [(chunk.offsets, chunk.lengths) for chunk in chunks]
+    shared = [intersect(one, box) for one in boxes]
+    if sum(math.prod(one[1]) for one in shared if one is not None) * itemsize != num_bytes:
+        # Whoever chose the tensor has looked at its coverage; a hole would become zeros without a word.
+        raise IncompleteCheckpoint(f"`{tensor.key}`: its shards do not make up the box at {box[0]} of shape {box[1]}")
     is_small = num_bytes <= _SPLIT_BYTES and len(chunks) > 1
     if len(chunks) == 1 or is_small or not all(is_contiguous_in(one, shape) for one in (box, *boxes)):
         yield CopyTask(tensor=tensor, dtype=dtype, box=box, chunks=chunks, position=position, num_bytes=num_bytes)
         return
     first = linear_offset(box[0], shape)
-    for one, chunk in sorted(zip(boxes, chunks, strict=True), key=lambda pair: pair[0]):
-        shared = intersect(one, box)
-        assert shared is not None
-        start = position + (linear_offset(shared[0], shape) - first) * itemsize
-        size = itemsize
-        for length in shared[1]:
-            size *= length
-        yield CopyTask(tensor=tensor, dtype=dtype, box=shared, chunks=(chunk,), position=start, num_bytes=size)
+    pieces = [(one, chunk) for one, chunk in zip(shared, chunks, strict=True) if one is not None]
+    for one, chunk in sorted(pieces, key=lambda pair: pair[0]):
+        start = position + (linear_offset(one[0], shape) - first) * itemsize
+        size = math.prod(one[1]) * itemsize
+        yield CopyTask(tensor=tensor, dtype=dtype, box=one, chunks=(chunk,), position=start, num_bytes=size)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fsdp_ckpt.ops.diff import DiffReport, diff
     from fsdp_ckpt.ops.inspect import InspectReport, inspect
     from fsdp_ckpt.ops.merge import MergeOptions, MergeReport, merge, merge_fsdp_weights
+    from fsdp_ckpt.ops.pull import PullOptions, PullReport, pull
+    from fsdp_ckpt.ops.push import PushOptions, PushReport, push
     from fsdp_ckpt.ops.repair import RepairReport, repair
     from fsdp_ckpt.ops.reshard import reshard
     from fsdp_ckpt.ops.validate import ValidateReport, validate
@@ -52,6 +54,10 @@ __all__ = [
     "MergeReport",
     "PendingSave",
     "Preemption",
+    "PullOptions",
+    "PullReport",
+    "PushOptions",
+    "PushReport",
     "RepairReport",
     "SaveReport",
     "ValidateReport",
@@ -65,6 +71,8 @@ __all__ = [
     "merge",
     "merge_fsdp_weights",
     "open_checkpoint",
+    "pull",
+    "push",
     "read_config",
     "repair",
     "reshard",
@@ -88,6 +96,12 @@ _HOMES = {
     "MergeReport": "ops.merge",
     "merge": "ops.merge",
     "merge_fsdp_weights": "ops.merge",
+    "PullOptions": "ops.sharing.report",
+    "PullReport": "ops.sharing.report",
+    "pull": "ops.pull",
+    "PushOptions": "ops.sharing.report",
+    "PushReport": "ops.sharing.report",
+    "push": "ops.push",
     "RepairReport": "ops.repair",
     "repair": "ops.repair",
     "ValidateReport": "ops.validate",

@@ -18,10 +18,13 @@ from fsdp_ckpt.cli import launch as launch_command
 from fsdp_ckpt.cli import list as list_command
 from fsdp_ckpt.cli import merge as merge_command
 from fsdp_ckpt.cli import prune as prune_command
+from fsdp_ckpt.cli import pull as pull_command
+from fsdp_ckpt.cli import push as push_command
 from fsdp_ckpt.cli import repair as repair_command
 from fsdp_ckpt.cli import reshard as reshard_command
 from fsdp_ckpt.cli import train as train_command
 from fsdp_ckpt.cli import validate as validate_command
+from fsdp_ckpt.cli.arguments import SourcesAndDestination
 
 __all__ = ["app", "run"]
 
@@ -38,13 +41,14 @@ Start here:
   fsdp-ckpt list RUN                    its checkpoints; which one is next?
   fsdp-ckpt merge CHECKPOINT OUT        make model.safetensors of it
   fsdp-ckpt convert CHECKPOINT OUT --to hf   any layout to any, optimizer too
+  fsdp-ckpt push CHECKPOINT hf://ME/REPO     share it; pull fetches it
   fsdp-ckpt train run --kill-at 200     see saving, dying and resuming work
   fsdp-ckpt config init                 describe an FSDP setup; then launch
 \b
 Exit codes: 0 ok, 1 findings or differences, 2 usage, 3 no checkpoint,
   4 corrupt or incomplete, 5 destination exists, 6 not enough disk or memory,
-  8 incompatible, 70 internal error, 128 + N ended by signal N. launch: those
-  of the script.
+  7 network or hub, 8 incompatible, 70 internal error, 128 + N ended by signal
+  N. launch: those of the script.
 """,
 )
 
@@ -76,11 +80,13 @@ app.command("inspect", epilog=inspect_command.EXAMPLES)(inspect_command.inspect)
 app.command("diff", epilog=diff_command.EXAMPLES)(diff_command.diff)
 app.command("validate", epilog=validate_command.EXAMPLES)(validate_command.validate)
 app.command("list", epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
-app.command("merge", epilog=merge_command.EXAMPLES)(merge_command.merge)
-app.command("convert", epilog=convert_command.EXAMPLES)(convert_command.convert)
-app.command("reshard", epilog=reshard_command.EXAMPLES)(reshard_command.reshard)
+app.command("merge", cls=SourcesAndDestination, epilog=merge_command.EXAMPLES)(merge_command.merge)
+app.command("convert", cls=SourcesAndDestination, epilog=convert_command.EXAMPLES)(convert_command.convert)
+app.command("reshard", cls=SourcesAndDestination, epilog=reshard_command.EXAMPLES)(reshard_command.reshard)
 app.command("prune", epilog=prune_command.EXAMPLES)(prune_command.prune)
 app.command("repair", epilog=repair_command.EXAMPLES)(repair_command.repair)
+app.command("push", epilog=push_command.EXAMPLES)(push_command.push)
+app.command("pull", epilog=pull_command.EXAMPLES)(pull_command.pull)
 app.command("train", epilog=train_command.TRAIN_EXAMPLES)(train_command.train)
 app.command("generate", epilog=train_command.GENERATE_EXAMPLES)(train_command.generate)
 app.add_typer(config_command.app, name="config")
@@ -91,7 +97,7 @@ app.command(
 )(launch_command.launch)
 app.command("ls", hidden=True, epilog=list_command.EXAMPLES)(list_command.list_checkpoints)
 for _alias in ("merge-weights", "consolidate"):
-    app.command(_alias, hidden=True, epilog=merge_command.EXAMPLES)(merge_command.merge)
+    app.command(_alias, cls=SourcesAndDestination, hidden=True, epilog=merge_command.EXAMPLES)(merge_command.merge)
 
 
 def complete_arguments(arguments: list[str]) -> list[str]:

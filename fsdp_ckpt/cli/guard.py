@@ -20,6 +20,7 @@ import typer
 
 from fsdp_ckpt.cli.out import error_lines
 from fsdp_ckpt.errors import FsdpCkptError
+from fsdp_ckpt.store.remote.urls import redact
 
 __all__ = ["TerminatedError", "guard"]
 
@@ -45,7 +46,7 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
             _explain(error.message, error.hint)
             raise typer.Exit(error.exit_code) from None
         except TerminatedError:
-            _explain("stopped by SIGTERM" + _left(), None)
+            _explain("stopped by SIGTERM" + _left(), _resume_hint())
             raise typer.Exit(128 + signal.SIGTERM) from None
         except KeyboardInterrupt:
             _explain("interrupted" + _left(), _resume_hint())
@@ -80,7 +81,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 def _explain(message: str, hint: str | None) -> None:
     if os.environ.get("FSDP_CKPT_DEBUG") == "1" and sys.exc_info()[0] is not None:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)  # signed URLs may be in it
     for line in error_lines(message, hint):
         print(line, file=sys.stderr)
 
@@ -92,6 +93,8 @@ def _left() -> str:
 
 def _resume_hint() -> str | None:
     arguments: list[Any] = sys.argv[1:]
+    if arguments[:1] in (["push"], ["pull"]):
+        return "the same command goes on where it stopped"
     if not arguments or arguments[0] not in ("merge", "convert", "reshard") or "--resume" in arguments:
         return None
     import shlex

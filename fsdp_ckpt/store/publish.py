@@ -35,7 +35,10 @@ from fsdp_ckpt.store.leftovers import (
 from fsdp_ckpt.store.remote.mirrors import materialise
 from fsdp_ckpt.store.syscalls import exchange, fsync_folder, write_all
 
-__all__ = ["Staging", "current_umask", "place_identity", "resolve_destination"]
+__all__ = ["WHOLE_FILE", "Staging", "current_umask", "place_identity", "resolve_destination"]
+
+WHOLE_FILE = ""
+"""Key of the CRC-32 of a whole file in its note, among those of its tensors."""
 
 _LOCK_TRIES = 20
 _LOCK_WAIT_S = 0.02
@@ -162,6 +165,10 @@ class Staging:
         """Write a small file of the result; its name may have folders, and begin with a dot."""
         self._added.add(self._made(name))
         self._write(name, data, durable=durable)
+
+    def keep(self, name: str) -> None:
+        """Count a file as one of the result whatever its name is: one that begins with a dot, or ends in ``.part``."""
+        self._added |= {self.path / name, self.path / name.partition("/")[0]}
 
     def add_copy(self, name: str, src: Path, *, durable: bool) -> None:
         """Copy a file into the result, in constant memory."""

@@ -93,6 +93,8 @@ def is_passing(error: BaseException) -> bool:
 
 def explain(error: BaseException, url: str) -> Unreachable:
     """Return what a failed call means for the user."""
+    if type(error).__name__ == "LocalEntryNotFoundError" and error.__cause__ is not None:
+        return explain(error.__cause__, url)  # huggingface_hub found no older copy; what went wrong is the cause
     shown, status, hub = redact(url), status_of(error), scheme_of(url) == "hf"
     name = type(error).__name__
     if "GatedRepo" in name:
@@ -100,14 +102,28 @@ def explain(error: BaseException, url: str) -> Unreachable:
             f"`{shown}` is gated: its owner has to grant access", hint=f"ask on its page, then: hf auth login ({shown})"
         )
     login = "hf auth login, or set HF_TOKEN" if hub else "check the credentials in the environment"
+    if "RevisionNotFound" in name:
+        return Unreachable(f"`{shown}`: there is no such revision", hint="name a branch, a tag or a commit after the @")
+    if hub and status == 401 and "RepositoryNotFound" not in name:
+        return Unreachable(f"`{shown}`: the hub does not accept your token", hint=login)
     if status == 401 or "NoCredentials" in name or "RepositoryNotFound" in name:
         what = "there is no such repository, or it is private" if hub else "the store asks for credentials"
         return Unreachable(f"`{shown}`: {what}", hint=f"check the name; for a private one: {login}" if hub else login)
     if status == 403 or isinstance(error, PermissionError):
-        return Unreachable(f"`{shown}`: access is denied", hint=login)
+        return Unreachable(f"`{shown}`: access is denied{_said(error)}", hint=login)
     if status == 404 or "NotFound" in name:
         return Unreachable(f"`{shown}` does not exist", hint="check the name, and the revision")
     if "Offline" in name or os.environ.get("HF_HUB_OFFLINE") == "1":
         return Unreachable(f"`{shown}`: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE")
+    if status == 429:
+        return Unreachable(f"`{shown}`: too many requests in a short time", hint="wait some minutes, and try again")
+    if status is not None:
+        return Unreachable(f"`{shown}`: the server answers with error {status}{_said(error)}", hint="try again later")
     detail = redact(f"{name}: {error}".splitlines()[0][:300])
     return Unreachable(f"`{shown}` cannot be reached: {detail}", hint="check the network, and try again")
+
+
+def _said(error: BaseException) -> str:
+    """Return what the hub says about a refusal, as of storage that is used up; nothing where it says nothing."""
+    said = getattr(error, "server_message", None)
+    return f" ({redact(said.splitlines()[0][:200])})" if isinstance(said, str) and said.strip() else ""

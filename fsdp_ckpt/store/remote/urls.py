@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -71,7 +72,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         raise UsageError(f"`{redact(url)}`: the scheme `{scheme}` is not supported", hint=f"known: file://, {known}")
     package, requirement = SCHEMES[scheme]
     try:
-        __import__(package)
+        importlib.import_module(package)
         import fsspec
     except ImportError:
         raise UsageError(

@@ -10,7 +10,7 @@
     │   └── NoModelWeights        3  a checkpoint, but not of model weights
     ├── CorruptCheckpoint         4  bytes contradict each other               (ValueError)
     │   ├── IncompleteCheckpoint  4  parts of it are missing
-    │   │   └── NotPermitted      4  a file of it may not be read
+    │   │   └── NotPermitted      4  a file of it may not be read, or not be removed
     │   ├── ChecksumMismatch      4  a recorded CRC-32 does not match
     │   ├── MalformedFile         4  a file breaks the rules of its format
     │   │   ├── ItemMismatch      4  an item is not what the metadata say
@@ -120,7 +120,7 @@ class IncompleteCheckpoint(CorruptCheckpoint):
 
 
 class NotPermitted(IncompleteCheckpoint):
-    """A file is there, but this user may not read it."""
+    """A file is there, but this user may not read it, or not remove it."""
 
 
 class ChecksumMismatch(CorruptCheckpoint):

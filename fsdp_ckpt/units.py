@@ -6,7 +6,7 @@ import re
 
 from fsdp_ckpt.errors import UsageError
 
-__all__ = ["format_count", "format_duration", "format_rate", "format_size", "parse_size"]
+__all__ = ["counted", "format_count", "format_duration", "format_rate", "format_size", "parse_size"]
 
 _FACTORS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -61,6 +61,16 @@ def format_size(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} PB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things.
+
+    Example:
+        >>> counted(1, "tensor"), counted(2, "tensor")
+        ('1 tensor', '2 tensors')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_count(number: int) -> str:

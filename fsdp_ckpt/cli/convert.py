@@ -122,6 +122,7 @@ def convert(
     from fsdp_ckpt.ops.convert import convert as run
     from fsdp_ckpt.ops.share import process_share
 
+    share = process_share()
     options = ConvertOptions(
         to=to,
         part=part,
@@ -151,9 +152,9 @@ def convert(
         verify=not no_verify,
         fsync=not no_fsync,
         jobs=jobs,
-        share=process_share(),
+        share=share,
         remove_source=remove_source,
     )
     with out.progress("convert", quiet=quiet or dry_run) as listener:
         report = run(src, dst, options=options, listener=listener)
-    show_conversion(report, "convert", as_json=as_json, quiet=quiet)
+    show_conversion(report, "convert", as_json=as_json, quiet=quiet, share=share)

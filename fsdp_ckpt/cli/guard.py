@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import signal
 import sys
@@ -39,6 +40,8 @@ def guard(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         signal.signal(signal.SIGTERM, _terminate)
+        # It says what it tries again, with addresses, in between our lines; what fails for good we say.
+        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
         try:
             result = command(*args, **kwargs)
             sys.stdout.flush()

@@ -14,7 +14,7 @@ from fsdp_ckpt.cli import out
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.ops.inspect import InspectReport, PartReport, group_tensors
-from fsdp_ckpt.units import format_count, format_size
+from fsdp_ckpt.units import counted, format_count, format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def _card(console: Console, report: InspectReport) -> None:
         facts.append(("ranks", str(report.world_size)))
     facts += report.facts
     if report.fetched_bytes is not None:
-        facts.append(("fetched", f"{format_size(report.fetched_bytes)} in {report.requests} requests"))
+        facts.append(("fetched", f"{format_size(report.fetched_bytes)} in {counted(report.requests or 0, 'request')}"))
     if report.side_files:
         names = [file.rpartition("/")[2] for file in report.side_files]
         facts.append(("beside it", ", ".join(names[:6]) + (", …" if len(names) > 6 else "")))

@@ -7,7 +7,7 @@ import shlex
 from fsdp_ckpt.cli import out
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.ops.merge import MergeReport
-from fsdp_ckpt.units import format_count, format_duration, format_rate, format_size
+from fsdp_ckpt.units import counted, format_count, format_duration, format_rate, format_size
 
 __all__ = ["show_merge"]
 
@@ -31,7 +31,9 @@ def show_merge(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
 def _lines(report: MergeReport) -> list[str]:
     dtypes = ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
     size = format_size(report.tensor_bytes)
-    what = f"{report.num_tensors} tensors, {format_count(report.num_parameters)} parameters, {size} ({dtypes})"
+    what = (
+        f"{counted(report.num_tensors, 'tensor')}, {format_count(report.num_parameters)} parameters, {size} ({dtypes})"
+    )
     lines = []
     if report.dry_run:
         lines.append(f"would write {what} to {report.destination}")
@@ -68,12 +70,14 @@ def _details(report: MergeReport) -> list[str]:
     ]
     if report.excluded:
         lines.append(f"  {report.excluded} left out by --include / --exclude")
+    if report.resumed:
+        lines.append(f"  {counted(report.resumed, 'file')} of an interrupted run kept")
     if report.shared_bytes:
         lines.append(
             f"  {format_size(report.shared_bytes)} share blocks with the source: not copied, not read, no space used"
         )
     if report.unverified:
-        lines.append(f"  {report.unverified} shards have no recorded checksum: they were copied unchecked")
+        lines.append(f"  {counted(report.unverified, 'shard')} without a recorded checksum, copied unchecked")
     elif report.verified_bytes:
         lines.append(f"  checksums of {format_size(report.verified_bytes)} compared, all right")
     if report.side_files:

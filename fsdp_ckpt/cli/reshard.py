@@ -64,6 +64,7 @@ def reshard(
     from fsdp_ckpt.ops.reshard import reshard as run
     from fsdp_ckpt.ops.share import process_share
 
+    share = process_share()
     with out.progress("reshard", quiet=quiet or dry_run) as listener:
         report = run(
             src,
@@ -81,7 +82,7 @@ def reshard(
             verify=not no_verify,
             fsync=not no_fsync,
             jobs=jobs,
-            share=process_share(),
+            share=share,
             listener=listener,
         )
-    show_conversion(report, "reshard", as_json=as_json, quiet=quiet)
+    show_conversion(report, "reshard", as_json=as_json, quiet=quiet, share=share)

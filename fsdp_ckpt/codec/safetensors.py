@@ -137,7 +137,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def plan_header(
-    tensors: Iterable[tuple[str, DType, Shape]], metadata: Mapping[str, str]
+    tensors: Iterable[tuple[str, DType, Shape]], metadata: Mapping[str, str], *, otherwise: str = "--format bin"
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """Lay out a file.
 
@@ -148,6 +148,7 @@ def plan_header(
     Args:
         tensors: Name, dtype and shape.
         metadata: For the header's ``__metadata__``.
+        otherwise: The option that makes a file which has all dtypes, for messages.
 
     Returns:
         The file's first bytes, up to the data, and the range of each tensor in the file.
@@ -161,10 +162,10 @@ def plan_header(
     position, relative = 0, {}
     for name, dtype, shape, size in sized:
         if dtype.safetensors is None:
-            raise Incompatible(f"`{name}` is {dtype}, which safetensors cannot hold", hint="use --format bin")
+            raise Incompatible(f"`{name}` is {dtype}, which safetensors cannot hold", hint=f"use {otherwise}")
         if dtype.pack > 1:
             if not shape:
-                raise Incompatible(f"`{name}` is a {dtype} without dimensions", hint="use --format bin")
+                raise Incompatible(f"`{name}` is a {dtype} without dimensions", hint=f"use {otherwise}")
             shape = (*shape[:-1], shape[-1] * dtype.pack)
         header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [position, position + size]}
         relative[name] = (position, position + size)

@@ -21,6 +21,7 @@ from fsdp_ckpt.layouts.manifest import MANIFEST, check_files, ranks_elsewhere, r
 from fsdp_ckpt.layouts.rank_files import group_rank_files, read_rank_files
 from fsdp_ckpt.layouts.roles import role_of
 from fsdp_ckpt.layouts.torch_file import read_torch_file
+from fsdp_ckpt.store.leftovers import unfinished_marks
 from fsdp_ckpt.store.local import Folder
 
 __all__ = ["SIDE_FILES", "looks_composite", "read_composite", "step_of"]
@@ -91,6 +92,10 @@ def read_composite(folder: Folder, *, tolerant: bool = False) -> Checkpoint:
         problems += [*ranks_elsewhere(folder, manifest), *check_files(folder, manifest)]
         facts.append(("saved at", manifest.created))
         facts += [(name, f"{value}") for name, value in manifest.values.items()]
+    elif not problems and unfinished_marks(folder.files):
+        message = "not there: the save to this place did not end, or the checkpoint is being removed"
+        where = folder.prefix + MANIFEST
+        problems = [Problem(severity=Severity.ERROR, code="missing-file", where=where, message=message)]
     if isinstance(trainer.get("epoch"), int | float):
         facts.append(("epoch", f"{trainer['epoch']:g}"))
     step = trainer.get("global_step")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from fsdp_ckpt.codec.stamp import STAMP_BYTES, read_stamp
 from fsdp_ckpt.errors import MalformedFile, PathOutside
 from fsdp_ckpt.layouts.elsewhere import note_elsewhere, of_rank, rank_of
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.mirrors import mirror_of
 
 __all__ = [
     "MANIFEST", "Manifest", "Member", "check_files", "check_stamps", "manifest_of", "ranks_elsewhere",
@@ -29,6 +31,7 @@ _FORMAT = "fsdp-ckpt/checkpoint/2"
 _FORMATS = ("fsdp-ckpt/checkpoint/1", _FORMAT)
 """The first one had no checksum of its own."""
 _LIMIT_BYTES = 256 << 20
+_READS_AT_ONCE = 16
 _PART_FOLDERS = ("pytorch_model", "optimizer")
 
 
@@ -210,16 +213,8 @@ def check_stamps(folder: Folder, manifest: Manifest | None, files: Iterable[str]
         files: Data files, where there is no manifest.
     """
     save_id = manifest.save_id if manifest is not None else None
-    for path in manifest.files if manifest is not None else files:
-        if not path.endswith(".distcp"):
-            continue
-        try:
-            size = folder.store.size(folder.prefix + path)
-        except PathOutside:  # readers say so
-            continue
-        if size is None or size < STAMP_BYTES:
-            continue
-        stamp = read_stamp(folder.store.reader(folder.prefix + path)(0, STAMP_BYTES))
+    paths = [path for path in (manifest.files if manifest is not None else files) if path.endswith(".distcp")]
+    for path, stamp in zip(paths, _stamps(folder, paths), strict=False):
         if stamp is None:
             continue
         save_id = save_id or stamp[0]
@@ -229,6 +224,25 @@ def check_stamps(folder: Folder, manifest: Manifest | None, files: Iterable[str]
         elif stamp[1] != rank_of(path):
             message = f"rank {stamp[1]} saved it, its name says rank {rank_of(path)}"
             yield _problem("misplaced-file", folder, path, message)
+
+
+def _stamps(folder: Folder, paths: Sequence[str]) -> Iterator[tuple[str, int] | None]:
+    """Yield the stamp of each file, None where it has none; of files that are far away several are read at a time."""
+
+    def look(path: str) -> tuple[str, int] | None:
+        try:
+            size = folder.store.size(folder.prefix + path)
+        except PathOutside:  # readers say so
+            return None
+        if size is None or size < STAMP_BYTES:
+            return None
+        return read_stamp(folder.store.reader(folder.prefix + path)(0, STAMP_BYTES))
+
+    if len(paths) > 1 and mirror_of(folder.store.root) is not None:
+        with ThreadPoolExecutor(_READS_AT_ONCE, "fsdp-ckpt-stamps") as pool:
+            yield from pool.map(look, paths)
+    else:
+        yield from map(look, paths)
 
 
 def ranks_elsewhere(folder: Folder, manifest: Manifest) -> Iterator[Problem]:

@@ -35,7 +35,7 @@ from fsdp_ckpt.store.leftovers import leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.store.remote.places import place_of
 
-__all__ = ["PathLike", "given_paths", "list_checkpoints", "members_of_run", "read_checkpoint"]
+__all__ = ["PathLike", "checkpoints_inside", "given_paths", "list_checkpoints", "members_of_run", "read_checkpoint"]
 
 PathLike = str | os.PathLike[str]
 
@@ -320,11 +320,25 @@ def _newest(folder: Folder, text: str) -> Checkpoint:
     ]
     names = ", ".join([*(f"{name}/" for name in sorted(folder.folders)), *folder.files, *dangling][:8]) or "nothing"
     hint = "pass the folder that holds .metadata, *.distcp, *.safetensors or *.bin files"
-    subfolders = sorted(folder.folders)[:_LOOKED_AT]
-    inside = shlex.join(str(folder.path / name) for name in subfolders if _is_checkpoint(folder.sub(name)))
+    inside = shlex.join(map(str, _inside(folder)))
     if inside:
         hint = f"fsdp-ckpt validate {inside}"
     raise UnknownLayout(f"`{text}` is not a checkpoint of a known layout; it holds: {names}", hint=hint)
+
+
+def _inside(folder: Folder) -> list[Path]:
+    return [folder.path / name for name in sorted(folder.folders)[:_LOOKED_AT] if _is_checkpoint(folder.sub(name))]
+
+
+def checkpoints_inside(path: PathLike) -> list[Path]:
+    """Return the folders in a folder that are checkpoints, whatever their names; of many folders, the first are seen.
+
+    Raises:
+        CheckpointNotFound: The path does not exist.
+        Unreachable: A URL that cannot be listed.
+    """
+    place = _existing(os.fspath(path))
+    return _inside(Folder(LocalStore(place))) if place.is_dir() else []
 
 
 def list_checkpoints(path: str | os.PathLike[str]) -> list[tuple[int, Path]]:

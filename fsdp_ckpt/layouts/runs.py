@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import overload
 
 from fsdp_ckpt.errors import CheckpointNotFound, UsageError
 from fsdp_ckpt.layouts.composite import looks_composite, step_of
@@ -17,7 +18,9 @@ from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.verdict import OWN_LAYOUT, State, Verdict, judge
 from fsdp_ckpt.store.leftovers import is_staging
 from fsdp_ckpt.store.local import Folder, LocalStore
-from fsdp_ckpt.store.remote.places import place_of
+from fsdp_ckpt.store.remote.mirrors import mirror_of, shown
+from fsdp_ckpt.store.remote.places import place_of, speaks_urls
+from fsdp_ckpt.store.remote.urls import is_url
 
 __all__ = [
     "Leftover", "RunCheckpoint", "RunFolder", "Seen", "iter_checkpoints", "latest_complete", "own_values", "read_run",
@@ -131,7 +134,16 @@ def iter_checkpoints(folder: Path) -> Iterator[RunCheckpoint]:
         )
 
 
-def latest_complete(folder: str | os.PathLike[str]) -> Path | None:
+@overload
+def latest_complete(folder: os.PathLike[str]) -> Path | None: ...
+
+
+@overload
+def latest_complete(folder: str) -> Path | str | None: ...
+
+
+@speaks_urls
+def latest_complete(folder: str | os.PathLike[str]) -> Path | str | None:
     """Return the newest checkpoint of a run that is whole, by step; never one that is not.
 
     Sizes, manifests and metadata are looked at, not the numbers in the files; ``load_state`` compares their checksums.
@@ -139,22 +151,30 @@ def latest_complete(folder: str | os.PathLike[str]) -> Path | None:
     imported.
 
     Args:
-        folder: The run's folder.
+        folder: The run's folder, or its URL.
 
     Returns:
-        Its path; None when there is none, or no such folder.
+        Its path, or its URL; None when there is none, or no such folder.
 
     Raises:
-        UsageError: A file, a URL, or a checkpoint rather than a folder of them.
+        UsageError: A file, or a checkpoint rather than a folder of them.
         CheckpointNotFound: The folder cannot be read.
+        Unreachable: A URL that does not answer.
 
     Example:
         >>> latest_complete("run")  # doctest: +SKIP
         PosixPath('run/step-1000')
     """
-    path = run_path(folder)
+    text = os.fspath(folder)
+    if is_url(text):
+        from fsdp_ckpt.store.remote.target import target  # the network is seldom needed
+
+        path = _demand_run(target(text).path, text)
+    else:
+        path = run_path(text)
     found = iter_checkpoints(path) if path.is_dir() else iter(())
-    return next((item.path for item in found if item.state is State.COMPLETE), None)
+    newest = next((item.path for item in found if item.state is State.COMPLETE), None)
+    return newest if newest is None or mirror_of(newest) is None else shown(newest)
 
 
 Seen = dict[str, tuple[tuple[int, int, int], Verdict]]
@@ -201,7 +221,10 @@ def run_path(folder: str | os.PathLike[str]) -> Path:
     text = os.fspath(folder)
     if not text:
         raise UsageError("the path is empty", hint="fsdp-ckpt list .")
-    path = place_of(text)
+    return _demand_run(place_of(text), text)
+
+
+def _demand_run(path: Path, text: str) -> Path:
     if path.exists() and not path.is_dir():
         raise UsageError(f"`{text}` is a file", hint=f"fsdp-ckpt inspect {shlex.quote(text)}")
     if path.is_dir() and not _places(path):

@@ -120,7 +120,9 @@ def load_torch_file(store: LocalStore, file: str, *, allow_unknown: bool = False
         raise MalformedFile(f"{file} is empty")
     if reader(0, min(size, len(LFS_POINTER))) == LFS_POINTER:
         raise MalformedFile(f"{file}: a pointer of git-lfs, not the file that it stands for", hint="git lfs pull")
-    raise UnknownLayout(f"{file} is not a file that torch.save wrote")
+    raise UnknownLayout(
+        f"{file} is not a file that torch.save wrote", hint="torch.load would not read it either: copy or save it again"
+    )
 
 
 def read_torch_file(store: LocalStore, file: str, *, name: str | None = None, role: Role | None = None) -> list[Part]:

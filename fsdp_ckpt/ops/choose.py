@@ -5,17 +5,72 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
-from fsdp_ckpt.errors import AmbiguousPart, FlatParameters, IncompleteCheckpoint, NoModelWeights, UsageError
+from fsdp_ckpt.errors import (
+    AmbiguousPart,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    FlatParameters,
+    IncompleteCheckpoint,
+    NoModelWeights,
+    NotPermitted,
+    UnknownLayout,
+    UsageError,
+)
 from fsdp_ckpt.layouts.elsewhere import ELSEWHERE
 from fsdp_ckpt.layouts.manifest import check_stamps, manifest_of
+from fsdp_ckpt.layouts.registry import checkpoints_inside, members_of_run, read_checkpoint
 from fsdp_ckpt.store.local import Folder, LocalStore
 from fsdp_ckpt.units import format_size
 
-__all__ = ["choose_model_part", "describe_part", "refuse_incomplete", "refuse_mixed", "show_paths", "tier"]
+__all__ = [
+    "choose_model_part", "describe_choice", "describe_part", "read_source", "refuse_incomplete", "refuse_mixed",
+    "show_paths", "tier",
+]  # fmt: skip
 
 _TRAINING_DIALECTS = ("dcp", "deepspeed", "rank-files", "torch-file")
+
+
+def read_source(paths: Sequence[str], *, out: str = "OUT", command: str = "merge") -> Checkpoint:
+    """Read the catalog of what a command is to read; errors say what to type where the path was too high up.
+
+    Args:
+        paths: As the user typed them.
+        out: The destination, for messages.
+        command: The command that was typed, for messages.
+
+    Raises:
+        As ``read_checkpoint``.
+    """
+    try:
+        return read_checkpoint(paths)
+    except (UnknownLayout, IncompleteCheckpoint) as error:
+        only = paths[0] if len(paths) == 1 else None
+        if only is None or isinstance(error, NotPermitted):
+            raise
+        if isinstance(error, UnknownLayout):
+            inside = checkpoints_inside(only)
+            if len(inside) == 1:
+                hint = f"fsdp-ckpt {command} {shlex.join([str(inside[0]), out])}"
+                raise UnknownLayout(error.message, hint=hint) from None
+            raise
+        newest = next((str(path) for path in members_of_run(only) if _has_whole_model(path)), None)
+        if newest is None:
+            raise
+        options = [] if command == "merge" else ["--part", "model"]
+        hint = f"fsdp-ckpt {command} {shlex.join([newest, out, *options])}    (its model is whole)"
+        raise IncompleteCheckpoint(error.message, hint=hint) from None
+
+
+def _has_whole_model(path: Path) -> bool:
+    try:
+        found = read_checkpoint(path)
+    except (CheckpointNotFound, CorruptCheckpoint):
+        return False
+    models = [part for part in found.parts if part.role is Role.MODEL]
+    return bool(models) and all(part.is_complete and part.flat is None for part in models)
 
 
 def choose_model_part(
@@ -42,12 +97,14 @@ def choose_model_part(
                 return part, []
         named = [part for part in checkpoint.parts if name == part.name]
         if named:
-            raise NoModelWeights(f"`{name}` holds optimizer state, not model weights")
+            raise NoModelWeights(
+                f"`{name}` holds optimizer state, not model weights", hint=_optimizer_hint(paths, out, f"--part {name}")
+            )
         names = ", ".join(part.name for part in checkpoint.parts)
         raise UsageError(f"{shown} has no part `{name}`", hint=f"its parts are: {names}")
     models = [part for part in checkpoint.parts if part.role is Role.MODEL]
     if not models:
-        raise _no_model(checkpoint, shown, out, command)
+        raise _no_model(checkpoint, paths, out, command)
     best = min(map(tier, models))
     chosen = [part for part in models if tier(part) == best]
     if len(chosen) > 1:
@@ -56,14 +113,21 @@ def choose_model_part(
             f"{shown} holds {len(chosen)} models: {listing}",
             hint=f"fsdp-ckpt {command} {shlex.join([*paths, out])} --part {shlex.quote(chosen[0].name)}",
         )
-    notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
+    notes = []
     if len(checkpoint.parts) > 1 or checkpoint.chosen is not None:
-        notes.append(f"reading {describe_part(chosen[0])} of {' + '.join(map(str, checkpoint.roots))}")
+        notes = describe_choice(checkpoint, chosen)
     others = [part for part in checkpoint.parts if part is not chosen[0] and part.tensors]
     aside = [f"{part.name} ({len(part.tensors)} tensors)" for part in others if _is_near(part, chosen[0])]
     if aside:
         notes.append(f"left aside: {', '.join(aside)}; choose with --part")
     return chosen[0], notes
+
+
+def describe_choice(checkpoint: Checkpoint, parts: Sequence[Part]) -> list[str]:
+    """Return what was taken, and what newer checkpoints of the run were passed over, one sentence each."""
+    notes = [f"passed over: {value}" for fact, value in checkpoint.facts if fact == "passed over"]
+    notes.append(f"reading {', '.join(map(describe_part, parts))} of {' + '.join(map(str, checkpoint.roots))}")
+    return notes
 
 
 def describe_part(part: Part) -> str:
@@ -109,8 +173,9 @@ def refuse_incomplete(part: Part, *, paths: Sequence[str], out: str = "OUT", com
     if part.flat is not None:
         hint = "load it into the wrapped model it was saved from, and save that as SHARDED_STATE_DICT"
         if part.role is Role.MODEL:
-            command = f"fsdp-ckpt convert {shlex.join([*paths, out])} --to safetensors --shapes-from shapes.json"
-            hint = f"{command}    (the model's shapes in the module's order; its config.json will do as well)"
+            typed = "convert --to safetensors" if command == "merge" else command
+            typed = f"fsdp-ckpt {typed} {shlex.join([*paths, out])} --shapes-from shapes.json"
+            hint = f"{typed}    (the model's shapes in the module's order; its config.json will do as well)"
         raise FlatParameters(f"{part.name}: {part.flat}; the wrapped model that it was saved from knows", hint=hint)
     errors = [problem for problem in part.problems if problem.severity is Severity.ERROR]
     if errors:
@@ -136,7 +201,12 @@ def tier(part: Part) -> int:
     return 1 if part.name in ("model", "pytorch_model") else 2
 
 
-def _no_model(checkpoint: Checkpoint, shown: str, out: str, command: str) -> NoModelWeights:
+def _optimizer_hint(paths: Sequence[str], out: str, option: str = "--part optimizer") -> str:
+    return f"fsdp-ckpt convert --to dcp {option} {shlex.join([*paths, out])}    (accelerate and torch take it as well)"
+
+
+def _no_model(checkpoint: Checkpoint, paths: Sequence[str], out: str, command: str) -> NoModelWeights:
+    shown = show_paths(paths)
     optimizers: Sequence[Part] = [part for part in checkpoint.parts if part.role is Role.OPTIMIZER]
     if optimizers:
         beside = checkpoint.root.resolve().parent
@@ -144,6 +214,9 @@ def _no_model(checkpoint: Checkpoint, shown: str, out: str, command: str) -> NoM
         if checkpoint.root.name.startswith("optimizer") and beside.is_dir():
             found = sorted(p.name for p in beside.iterdir() if p.name.startswith("pytorch_model"))
             hint = f"fsdp-ckpt {command} {shlex.quote(str(beside / found[0]))} {shlex.quote(out)}" if found else None
+        hint = hint or _optimizer_hint(paths, out)
         return NoModelWeights(f"{shown} holds optimizer state, not model weights", hint=hint)
     names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
-    return NoModelWeights(f"{shown} holds no model weights, only: {names}")
+    return NoModelWeights(
+        f"{shown} holds no model weights, only: {names}", hint=f"fsdp-ckpt inspect {shlex.join(paths)}"
+    )

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from fsdp_ckpt.errors import UsageError
@@ -16,6 +15,8 @@ from fsdp_ckpt.ops.conversion.options import ConvertOptions
 from fsdp_ckpt.ops.conversion.plan import begin_plan
 from fsdp_ckpt.ops.conversion.report import ConvertReport
 from fsdp_ckpt.ops.conversion.targets import lay_out
+from fsdp_ckpt.ops.destination import shown_destination
+from fsdp_ckpt.ops.next_step import names_next_step
 from fsdp_ckpt.run.progress import Listener
 from fsdp_ckpt.store.remote.places import speaks_urls
 
@@ -23,6 +24,7 @@ __all__ = ["ConvertOptions", "ConvertReport", "convert"]
 
 
 @speaks_urls
+@names_next_step
 def convert(
     src: PathLike | Sequence[PathLike],
     dst: PathLike,
@@ -66,7 +68,7 @@ def convert(
     if unknown:
         raise UsageError(f"unknown option: {min(unknown)}")
     chosen = replace(options or ConvertOptions(), **changes)
-    target = os.fspath(dst).removeprefix("file://")
+    target = shown_destination(os.fspath(dst))
     plan = begin_plan(given_paths(src), chosen, out=target)
     lay_out(plan)
-    return finish(plan, Path(target), begun, listener, command="convert")
+    return finish(plan, os.fspath(dst), begun, listener, command="convert")

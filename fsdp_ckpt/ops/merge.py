@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_ckpt.layouts.registry import PathLike
+from fsdp_ckpt.ops.destination import destination_of, local_bytes, refuse_for_urls, shown_destination, upload_bytes
 from fsdp_ckpt.ops.merge_files import PATTERNS, index_json, lay_out_bin, lay_out_safetensors
 from fsdp_ckpt.ops.merge_plan import MergeOptions, MergePlan, plan_merge
+from fsdp_ckpt.ops.next_step import names_next_step
 from fsdp_ckpt.ops.preflight import check_destination, check_space
 from fsdp_ckpt.ops.remove_source import check_removable, remove_source, verify_output
 from fsdp_ckpt.ops.write_out import WriteJob, WriteOptions, Written, identify, num_workers, write_out
@@ -19,6 +21,7 @@ from fsdp_ckpt.plan.merge import split_files
 from fsdp_ckpt.run.progress import Listener
 from fsdp_ckpt.store.publish import resolve_destination
 from fsdp_ckpt.store.remote.places import speaks_urls
+from fsdp_ckpt.store.remote.urls import is_url
 
 __all__ = ["MergeOptions", "MergeReport", "merge", "merge_fsdp_weights"]
 
@@ -53,6 +56,7 @@ class MergeReport:
         unverified: Shards without a recorded CRC-32.
         shared_bytes: Bytes that share blocks with the source instead of being copied.
         recovered: Damaged shards that were read from a replica.
+        resumed: Weight files that an earlier run had finished.
         side_files: Files copied beside the weights.
         missing_side_files: Important ones that were not found.
         notes: What was chosen on the user's behalf.
@@ -85,6 +89,7 @@ class MergeReport:
     unverified: int = 0
     shared_bytes: int = 0
     recovered: Sequence[str] = ()
+    resumed: int = 0
     side_files: Sequence[str] = ()
     missing_side_files: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -107,6 +112,7 @@ class _Job:
 
 
 @speaks_urls
+@names_next_step
 def merge(
     src: PathLike | Sequence[PathLike],
     out: str | os.PathLike[str],
@@ -117,13 +123,13 @@ def merge(
 ) -> MergeReport:
     """Merge the model of a checkpoint into one or several files in a folder.
 
-    The folder appears complete or not at all. Memory does not depend on the model's size. Tensors keep their dtype
-    and bits unless ``dtype`` is given.
+    The folder appears complete or not at all; in an object store, what makes it complete comes last. Memory does not
+    depend on the model's size. Tensors keep their dtype and bits unless ``dtype`` is given.
 
     Args:
         src: A checkpoint in any layout that ``inspect`` knows, or a folder above it. Where nodes saved to disks of
             their own: the folders of all nodes.
-        out: The folder to make; parents are made as well.
+        out: The folder to make; parents are made as well. Or a URL, such as ``s3://bucket/model`` or ``hf://owner/repo``.
         options: All options at once; or give them as keywords:
         listener: Called with ``Progress`` while bytes are moved.
         **changes: Fields of ``MergeOptions``: ``max_shard_size`` (largest file, ``"5GB"``), ``format``
@@ -143,6 +149,7 @@ def merge(
         CorruptCheckpoint: Damaged or incomplete; nothing is left at ``out``.
         DestinationExists: ``out`` has content and ``overwrite`` is off.
         NotEnoughSpace: The disk is too small; found before writing where possible.
+        Unreachable: A store failed for good; what was uploaded is removed.
         Incompatible: Flat parameters, colliding names, dtypes that the format lacks; folders of different saves.
         UsageError: Options that contradict each other.
 
@@ -152,9 +159,17 @@ def merge(
         {'model.safetensors': 14483464192}
     """
     begun = time.monotonic()
-    target = os.fspath(out).removeprefix("file://")
+    target = shown_destination(os.fspath(out))
     plan = plan_merge(src, options, out=target, **changes)
-    destination = resolve_destination(Path(target))
+    chosen = plan.options
+    refuse_for_urls(
+        target,
+        remove_source=chosen.remove_source,
+        resume=chosen.resume,
+        into=chosen.into,
+        shared=chosen.share is not None and chosen.share.count > 1,
+    )
+    destination = destination_of(os.fspath(out))
     check_destination(
         destination,
         plan.checkpoint,
@@ -162,19 +177,21 @@ def merge(
         out=target,
         overwrite=plan.options.overwrite,
         into=plan.options.into,
+        resume=plan.options.resume,
     )
     if plan.options.remove_source:
         check_removable(plan, destination)
     job = _lay_out(plan, destination)
     mine = job.writing.mine
-    free = check_space(destination, sum(spec.size for spec in mine), len(mine) + len(plan.side.files))
+    needed_bytes = local_bytes(job.writing, workers=num_workers(job.writing.options))
+    free = check_space(destination, needed_bytes, len(mine) + len(plan.side.files))
     if plan.options.dry_run:
         return _report(job, Written(results={}), begun, free=free, dry_run=True)
     written = write_out(job.writing, listener)
     removed = plan.options.remove_source and written.published
     if removed:
         verify_output(destination, job.writing.specs, written.crcs)
-        remove_source(plan.checkpoint, plan.part)
+        remove_source(plan.checkpoint, [plan.part], destination=destination)
     return _report(job, written, begun, free=free, source_removed=removed)
 
 
@@ -200,7 +217,7 @@ def merge_fsdp_weights(
         format="safetensors" if safe_serialization else "bin",
         max_shard_size="1000TB",
         remove_source=remove_checkpoint_dir,
-        into=resolve_destination(Path(output_path)).is_dir(),
+        into=not is_url(os.fspath(output_path)) and resolve_destination(Path(output_path)).is_dir(),
     )
     merge(checkpoint_dir, output_path, options=options)
 
@@ -242,7 +259,7 @@ def _report(
     job: _Job, written: Written, begun: float, *, free: int | None, dry_run: bool = False, source_removed: bool = False
 ) -> MergeReport:
     results = list(written.results.values())
-    plan = job.plan
+    plan, workers = job.plan, num_workers(job.writing.options)
     tensors = plan.selection.tensors
     dtypes: dict[str, int] = {}
     cast: dict[str, int] = {}
@@ -275,6 +292,7 @@ def _report(
         unverified=sum(result.unverified for result in results),
         shared_bytes=sum(result.shared_bytes for result in results),
         recovered=[sentence for result in results for sentence in result.recovered],
+        resumed=written.resumed,
         side_files=sorted(plan.side.files),
         missing_side_files=plan.side.missing,
         notes=plan.notes,
@@ -284,5 +302,5 @@ def _report(
         pending=written.pending,
         source_removed=source_removed,
         free_bytes=free,
-        peak_memory_bytes=(45 + 4 * num_workers(job.writing.options)) << 20,
+        peak_memory_bytes=((45 + 4 * workers) << 20) + upload_bytes(job.writing.destination, workers=workers),
     )

@@ -17,13 +17,18 @@ PATTERNS = {"safetensors": "model{suffix}.safetensors", "bin": "pytorch_model{su
 """File names by format, as transformers expects them."""
 
 
-def lay_out_safetensors(file: OutputFile) -> OutputSpec:
+def lay_out_safetensors(file: OutputFile, *, otherwise: str = "--format bin") -> OutputSpec:
     """Return the spec of a safetensors file.
+
+    Args:
+        file: What is in it.
+        otherwise: The option that makes a file which has all dtypes, for messages.
 
     Raises:
         Incompatible: A dtype that safetensors does not have.
     """
-    head, ranges = plan_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"})
+    rows = [(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors]
+    head, ranges = plan_header(rows, {"format": "pt"}, otherwise=otherwise)
     return OutputSpec(
         name=file.name,
         size=max((stop for _, stop in ranges.values()), default=len(head)),

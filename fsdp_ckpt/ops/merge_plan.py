@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from fsdp_ckpt.catalog import DTYPES, Checkpoint, DType, Part, Severity
 from fsdp_ckpt.errors import CorruptCheckpoint, NoModelWeights, UsageError
-from fsdp_ckpt.layouts.registry import PathLike, given_paths, read_checkpoint
+from fsdp_ckpt.layouts.registry import PathLike, given_paths
 from fsdp_ckpt.names import parse_rename
-from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete, refuse_mixed, show_paths
+from fsdp_ckpt.ops.choose import choose_model_part, read_source, refuse_incomplete, refuse_mixed, show_paths
 from fsdp_ckpt.ops.share import Share
 from fsdp_ckpt.ops.side_files import SideFiles, find_side_files
 from fsdp_ckpt.ops.ties import find_aliases, tie
@@ -106,7 +106,7 @@ def plan_merge(
         raise UsageError("--jobs must be at least 1")
     max_shard_bytes = parse_size(chosen.max_shard_size)
     dtype, renames = cast_target(chosen.dtype), parse_rename(chosen.rename)
-    checkpoint = read_checkpoint(texts)
+    checkpoint = read_source(texts, out=out)
     part, notes = choose_model_part(checkpoint, chosen.part, paths=texts, out=out)
     refuse_incomplete(part, paths=texts, out=out)
     refuse_mixed(checkpoint, part, paths=texts)

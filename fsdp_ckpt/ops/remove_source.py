@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, Part
-from fsdp_ckpt.errors import ChecksumMismatch, UsageError
+from fsdp_ckpt.errors import ChecksumMismatch, NotPermitted, UsageError
 from fsdp_ckpt.layouts.nodes import demand_equal_copies
 from fsdp_ckpt.ops.merge_plan import MergePlan
 from fsdp_ckpt.run.checksum import checksum_range
@@ -16,7 +17,7 @@ from fsdp_ckpt.run.engine import OutputSpec
 from fsdp_ckpt.store.local import LocalFile, LocalStore
 from fsdp_ckpt.store.remote.mirrors import mirror_of
 
-__all__ = ["check_removable", "refuse_remote", "remove_source", "verify_output"]
+__all__ = ["check_removable", "refuse_remote", "refuse_unnamed", "remove_source", "verify_output"]
 
 
 def check_removable(plan: MergePlan, destination: Path) -> None:
@@ -71,16 +72,57 @@ def verify_output(destination: Path, specs: Sequence[OutputSpec], crcs: Mapping[
             for name, (start, stop) in spec.ranges.items():
                 if checksum_range(LocalFile(fd), start, stop) != crcs[spec.name][name]:
                     raise ChecksumMismatch(
-                        f"`{name}` in {destination / spec.name} is not what was written; the source was kept"
+                        f"`{name}` in {destination / spec.name} is not what was written; the source was kept",
+                        hint=f"fsdp-ckpt validate {shlex.quote(str(destination))} --deep    (the disk may be failing)",
                     )
         finally:
             os.close(fd)
 
 
-def remove_source(checkpoint: Checkpoint, part: Part) -> None:
-    """Delete the part's files, and its folder when nothing else is in it; on all nodes."""
+def refuse_unnamed(checkpoint: Checkpoint, *, hint: str, out: str) -> None:
+    """Refuse to promise the removal of a checkpoint that was chosen in a folder above it.
+
+    Args:
+        checkpoint: The source.
+        hint: The command that was typed.
+        out: The destination, likewise.
+
+    Raises:
+        UsageError: It was.
+    """
+    root = checkpoint.root
+    if checkpoint.chosen is not None and os.path.realpath(checkpoint.chosen) != os.path.realpath(root):
+        raise UsageError(
+            f"--remove-source: `{checkpoint.chosen}` is a folder above the checkpoint that is read, `{root}`",
+            hint=f"{hint} {shlex.join([*map(str, checkpoint.roots), out])} --remove-source",
+        )
+
+
+def remove_source(checkpoint: Checkpoint, parts: Sequence[Part], *, destination: Path) -> None:
+    """Delete the files of parts, and their folders when nothing else is in them; on all nodes.
+
+    Args:
+        checkpoint: The source.
+        parts: What of it was written.
+        destination: The result, for messages.
+
+    Raises:
+        NotPermitted: Some of it could not be deleted; the rest is gone.
+    """
+    kept: list[OSError] = []
     for root in checkpoint.roots:
-        _remove(root, part)
+        for part in parts:
+            try:
+                _remove(root, part)
+            except OSError as error:
+                error.filename = error.filename or root / part.folder
+                kept.append(error)
+    if kept:
+        raise NotPermitted(
+            f"`{destination}` is whole, and was read back and compared; but `{os.fspath(kept[0].filename)}` could not "
+            f"be removed: {kept[0].strerror}",
+            hint=f"remove what is left of {shlex.join(map(str, checkpoint.roots))} yourself; it is not needed any more",
+        )
 
 
 def _remove(root: Path, part: Part) -> None:

@@ -6,17 +6,19 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fsdp_ckpt.errors import UsageError
-from fsdp_ckpt.layouts.registry import PathLike, given_paths, read_checkpoint
+from fsdp_ckpt.layouts.registry import PathLike, given_paths
+from fsdp_ckpt.ops.choose import read_source
 from fsdp_ckpt.ops.conversion.finish import finish
-from fsdp_ckpt.ops.conversion.options import ConvertOptions, check_options
+from fsdp_ckpt.ops.conversion.options import ConvertOptions, as_typed, check_options
 from fsdp_ckpt.ops.conversion.plan import begin_plan
 from fsdp_ckpt.ops.conversion.report import ConvertReport
 from fsdp_ckpt.ops.conversion.resharding import plan_resharding
 from fsdp_ckpt.ops.conversion.targets import lay_out
+from fsdp_ckpt.ops.destination import shown_destination
+from fsdp_ckpt.ops.next_step import names_next_step
 from fsdp_ckpt.run.progress import Listener
 from fsdp_ckpt.store.remote.places import speaks_urls
 
@@ -29,6 +31,7 @@ _FIELDS = frozenset({
 
 
 @speaks_urls
+@names_next_step
 def reshard(
     src: PathLike | Sequence[PathLike],
     dst: PathLike,
@@ -71,8 +74,8 @@ def reshard(
         raise UsageError("reshard needs the number of ranks", hint="--world-size 8, or --mesh 2x4")
     options = replace(ConvertOptions(to="accelerate", world_size=world_size), **changes)
     check_options(options)
-    target, paths = os.fspath(dst).removeprefix("file://"), given_paths(src)
-    checkpoint = read_checkpoint(paths)
+    target, paths = shown_destination(os.fspath(dst)), given_paths(src)
+    checkpoint = read_source(paths, out=target, command=as_typed(options, "reshard"))
     plan = None
     if options.shapes_from is None:
         plan = plan_resharding(checkpoint, options, paths=paths, out=target)
@@ -80,4 +83,4 @@ def reshard(
         plan = begin_plan(paths, options, out=target, command="reshard")
         lay_out(plan)
         plan.notes.append("the source is no distributed checkpoint: the result is an Accelerate folder")
-    return finish(plan, Path(target), begun, listener, command="reshard")
+    return finish(plan, os.fspath(dst), begun, listener, command="reshard")

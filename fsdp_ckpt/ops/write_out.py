@@ -11,7 +11,10 @@ from pathlib import Path
 
 from fsdp_ckpt import __version__
 from fsdp_ckpt.catalog import Checkpoint, Part
+from fsdp_ckpt.errors import NotEnoughSpace, Unreachable
+from fsdp_ckpt.ops.destination import attend_uploads, counts_uploads, open_staging, target_of
 from fsdp_ckpt.ops.share import Share, all_done, note_done, publish_lock
+from fsdp_ckpt.run.checksum import combine_crc
 from fsdp_ckpt.run.copy import Copier
 from fsdp_ckpt.run.engine import FileResult, OutputSpec, write_files
 from fsdp_ckpt.run.progress import Listener, Meter
@@ -19,6 +22,7 @@ from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.run.tasks import CopyTask
 from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.store.publish import Staging
+from fsdp_ckpt.store.remote.mirrors import mirror_of, shown
 
 __all__ = ["SmallFile", "WriteJob", "WriteOptions", "Written", "identify", "num_workers", "write_out"]
 
@@ -86,12 +90,14 @@ class Written:
         results: By file name; of this run only.
         pending: Shares that other processes have still to write; None unless the work is shared.
         published: Whether this process put the result in its place.
+        resumed: Files of this process that an earlier run had finished.
         crcs: CRC-32 of each tensor by file, where ``keep_crcs`` asked for them.
     """
 
     results: Mapping[str, FileResult]
     pending: Sequence[int] | None = None
     published: bool = True
+    resumed: int = 0
     crcs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -113,7 +119,10 @@ def identify(checkpoint: Checkpoint, parts: Sequence[Part], facts: object) -> st
     for file in sorted({file for part in parts for file in part.files}):
         status = os.stat(store.path(file))
         stamps[file] = [status.st_size, status.st_mtime_ns]
-    everything = [__version__, [str(root) for root in roots], [part.name for part in parts], stamps, facts]
+    places = [
+        shown(given) if mirror_of(given) else str(root) for given, root in zip(checkpoint.roots, roots, strict=True)
+    ]
+    everything = [__version__, places, [part.name for part in parts], stamps, facts]
     return hashlib.sha256(json.dumps(everything, default=str, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -124,16 +133,12 @@ def write_out(job: WriteJob, listener: Listener | None) -> Written:
         DestinationExists: Another run is writing there, or something appeared.
         NotEnoughSpace: The disk is full after all.
         CorruptCheckpoint: The source is damaged; nothing is left at the destination.
+        Unreachable: The destination is a URL, and its store failed for good.
     """
-    options, share = job.options, job.options.share
-    staging = Staging(
-        job.destination,
-        job.identity,
-        overwrite=options.overwrite,
-        resume=options.resume,
-        shared=share is not None,
-        into=options.into,
-    )
+    is_remote, options = target_of(job.destination) is not None, job.options
+    share = None if is_remote else options.share  # one of one: no others are let in
+    is_asked = any(callable(content) for content in job.files.values())
+    staging = open_staging(job, digests=is_asked and combine_crc(0, 0, 0) is None, listener=listener)
     crcs: dict[str, dict[str, int]] = {}
     try:
         results = _fill(job, staging, listener)
@@ -142,44 +147,61 @@ def write_out(job: WriteJob, listener: Listener | None) -> Written:
             pending = all_done(staging, share)
             if pending:
                 staging.suspend()
-                return Written(results=results, pending=pending, published=False)
+                return Written(results=results, pending=pending, published=False, resumed=len(job.mine) - len(results))
         with publish_lock(staging, shared=share is not None) as still_there:
             if still_there:
                 if options.keep_crcs:
                     crcs = _load_crcs(staging, job.specs)
                 _publish(job, staging)
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
+        interrupted = isinstance(error, KeyboardInterrupt) or (is_remote and isinstance(error, Unreachable))
+        if is_remote and isinstance(error, NotEnoughSpace):
+            error.hint = "set TMPDIR to a folder on a larger disk"
         if share is not None or (interrupted and staging.has_finished()):
             staging.suspend()
         else:
             staging.discard()
         raise
-    return Written(results=results, pending=None if share is None else [], published=still_there, crcs=crcs)
+    return Written(
+        results=results,
+        pending=None if share is None else [],
+        published=still_there,
+        resumed=len(job.mine) - len(results),
+        crcs=crcs,
+    )
 
 
 def _fill(job: WriteJob, staging: Staging, listener: Listener | None) -> dict[str, FileResult]:
     options = job.options
     todo = [spec for spec in job.mine if not _is_finished(staging, spec, options)]
-    total = sum(map(_num_bytes, job.mine))
+    uploads = counts_uploads(job.destination)
+    size_of = _whole_size if uploads else _num_bytes
+    total = sum(map(size_of, job.mine))
     meter = Meter(total, listener)
-    meter.add(total - sum(map(_num_bytes, todo)))
+    meter.add(total - sum(map(size_of, todo)))
+    durable = options.fsync and target_of(job.destination) is None  # what goes on from here need not stay
     with Sources(job.roots, spill=staging.path) as sources:
         copier = Copier(
             sources,
-            meter,
+            Meter(total, None) if uploads else meter,
             verify=options.verify,
-            writeback=options.fsync,
+            writeback=durable,
             hash_output=options.keep_crcs or any(spec.seal is not None for spec in todo),
         )
+        if uploads:
+            attend_uploads(staging, copier.stop, meter.add)
         names = {spec.name for spec in todo}
         finished = [spec for spec in job.mine if spec.name not in names]
         for task in (task for spec in finished for _, task in spec.tasks()):
             if isinstance(task, CopyTask):
                 copier.expect(task)
         return write_files(
-            todo, staging, copier, jobs=num_workers(options), durable=options.fsync, need_crcs=options.keep_crcs
+            todo, staging, copier, jobs=num_workers(options), durable=durable, need_crcs=options.keep_crcs
         )
+
+
+def _whole_size(spec: OutputSpec) -> int:
+    return spec.size
 
 
 def _num_bytes(spec: OutputSpec) -> int:

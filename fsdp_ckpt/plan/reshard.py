@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -64,10 +65,13 @@ def parse_mesh(text: str) -> Mesh:
     """
     sizes = text.lower().split("x")
     if not all(_is_number(size) and 1 <= int(size) <= MAX_RANKS for size in sizes) or len(sizes) > 4:
-        raise UsageError(f"--mesh {text} is no mesh", hint="write ranks per dimension, such as 8 or 2x4")
+        raise UsageError(
+            f"--mesh {text} is no mesh",
+            hint=f"write ranks per dimension, such as 8 or 2x4: at most 4 dimensions, and {MAX_RANKS} ranks in all",
+        )
     mesh = Mesh(shape=tuple(map(int, sizes)))
     if mesh.num_ranks > MAX_RANKS:
-        raise UsageError(f"--mesh {text} has {mesh.num_ranks} ranks, more than {MAX_RANKS}")
+        raise UsageError(f"--mesh {text} has {mesh.num_ranks} ranks, more than {MAX_RANKS}", hint="take fewer")
     return mesh
 
 
@@ -158,7 +162,9 @@ class Sharding:
             for dim in placement.dims:
                 if dim is not None and shape and dim >= len(shape):
                     raise Incompatible(
-                        f"--placement {placement.pattern} shards dimension {dim} of `{name}`, whose shape is {shape}"
+                        f"--placement {placement.pattern} shards dimension {dim} of `{name}`, whose shape is {shape}",
+                        hint="say what else becomes of it, before that one: --placement "
+                        + shlex.quote(f"{name}={','.join('r' * len(self.mesh.shape))}"),
                     )
             return placement.dims if shape else (None,) * len(self.mesh.shape)
         return self.mesh.default() if shape else (None,) * len(self.mesh.shape)

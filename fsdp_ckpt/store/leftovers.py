@@ -12,14 +12,15 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 __all__ = [
-    "BACKUP", "LOCK", "LOCKS", "NO_LOCKS", "PUBLISH_LOCK", "backup_number", "hold", "is_at", "is_backup", "is_staging",
+    "BACKUP", "LOCK", "LOCKS", "NO_LOCKS", "PUBLISH_LOCK", "backup_number", "hold", "is_at", "is_backup", "is_removing",
+    "is_staging",
     "leftovers", "open_lock", "recover", "recover_replaced", "remove_folder", "remove_folder_soon", "remove_if_idle",
-    "remove_leftovers", "remove_soon", "set_aside", "staging_name",
+    "remove_leftovers", "remove_soon", "removing_mark", "saving_mark", "set_aside", "staging_name", "unfinished_marks",
 ]  # fmt: skip
 
 LOCK = ".fsdp-ckpt-lock"
@@ -34,6 +35,7 @@ BACKUP = ".before-repair-"
 
 _MARK = "fsdp-ckpt"
 _STAGING = re.compile(rf"\.(?P<owner>.*)\.{_MARK}-[0-9a-f]+(\.old)?", re.DOTALL)
+_UNFINISHED = re.compile(rf"\.(saving|removing)\.{_MARK}-[0-9a-f]+")
 _BACKUP = re.compile(re.escape(BACKUP) + r"([0-9]{1,6})")
 _MUCH_BYTES = 256 << 20
 """From this size on a folder is removed in a thread."""
@@ -52,6 +54,30 @@ def staging_name(owner: str, identity: str) -> str:
 def is_staging(name: str) -> bool:
     """Tell whether a name is one that we give to folders of unfinished results."""
     return name in LOCKS or _STAGING.fullmatch(name) is not None
+
+
+def saving_mark(save_id: str) -> str:
+    """Return the name of the object that stands in a remote checkpoint until it is whole.
+
+    Args:
+        save_id: Hexadecimal.
+    """
+    return staging_name("saving", save_id)
+
+
+def removing_mark(save_id: str) -> str:
+    """Return the name of the object that stands in a remote checkpoint that is being removed."""
+    return staging_name("removing", save_id)
+
+
+def is_removing(name: str) -> bool:
+    """Tell whether a name is that of an object that ``removing_mark`` names."""
+    return _UNFINISHED.fullmatch(name) is not None and name.startswith(".removing.")
+
+
+def unfinished_marks(names: Iterable[str]) -> list[str]:
+    """Return those of the names in a folder which say that it is not whole unless it has a manifest."""
+    return [name for name in names if _UNFINISHED.fullmatch(name)]
 
 
 def is_backup(name: str) -> bool:

@@ -61,7 +61,7 @@ class Hooked:
     event: str
     pattern: str = ""
     count: int = 1
-    action: Literal["wait", "kill", "ENOSPC", "EIO", "EMFILE", "EDQUOT"] = "wait"
+    action: Literal["wait", "kill", "ENOSPC", "EIO", "EMFILE", "EDQUOT", "EACCES"] = "wait"
     env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -222,9 +222,9 @@ def test_what_comes_next_works_when_typed(tmp_path: Path) -> None:
         (["--version"], 0),
         (["--help"], 0),
         (["merge", "-h"], 0),
-        (["merge", "s3://bucket/x", "out"], 2),
-        (["merge", str(DCP), "s3://bucket/x"], 2),
-        (["merge", str(DCP), "hf://me/x"], 2),
+        (["merge", "ftp://host/x", "out"], 2),
+        (["merge", str(DCP), "ftp://host/x"], 2),
+        (["merge", str(DCP), "hf://me"], 2),
         (["merge", str(DCP), "out.safetensors"], 2),
     ],
 )

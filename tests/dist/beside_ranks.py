@@ -175,14 +175,14 @@ def two_processes_at_one_path(place: Path) -> Any:
         save_state(place / "run", model, step=rank, process_group=groups[rank], durable=False)
 
     if rank == 0:
-        real = commit_module._write
+        real = commit_module.write_files
 
         def slow(*arguments: Any, **options: Any) -> Any:
             begun.touch()
             wait(ended)
             return real(*arguments, **options)
 
-        with mock.patch.object(commit_module, "_write", slow):
+        with mock.patch.object(commit_module, "write_files", slow):
             result = attempt(save)
     else:
         wait(begun)

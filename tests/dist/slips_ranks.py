@@ -160,7 +160,7 @@ def wrong_arguments(place: Path) -> Any:
         "optimizer": lambda: save_state(out, job.model, anything),
         "values": lambda: save_state(out, job.model, values={"seen": {1, 2}}),
         "tensor in values": lambda: save_state(out, job.model, values={"loss": torch.tensor(1.0)}),
-        "url": lambda: save_state("s3://bucket/step-1", job.model),
+        "url": lambda: save_state("hf://user/run/step-1", job.model),
         "local": lambda: save_state(out, job.model, state_dict_type="LOCAL_STATE_DICT"),
         "meta": lambda: save_state(out, empty),
         "get meta": lambda: get_state_dict(empty),

@@ -198,7 +198,7 @@ WRONG = {
     "optimizer": ("UsageError", "object is no optimizer", None),
     "values": ("UsageError", "values: ", "numbers, texts"),
     "tensor in values": ("UsageError", "values: Object of type Tensor", "objects="),
-    "url": ("UsageError", "`s3://bucket/step-1` is no local path", "mounted folder"),
+    "url": ("UsageError", "`hf://user/run/step-1`: the Hub takes whole commits", "fsdp-ckpt push"),
     "local": ("Incompatible", "LOCAL_STATE_DICT is a form of FSDP1", "SHARDED_STATE_DICT"),
     "meta": ("UsageError", "on the meta device (0.weight and 6 others)", "before saving"),
     "get meta": ("UsageError", "on the meta device", "initialize"),

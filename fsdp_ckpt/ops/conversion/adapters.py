@@ -47,11 +47,13 @@ class BaseModel:
         tensors: In the order of the checkpoint; those with a folded adapter have an ``addition``.
         notes: What was folded, and what became of every tensor that is not among them.
         warnings: What the user should know.
+        left_out: What of an adapter is not in it, as it was not to be folded; None for nothing.
     """
 
     tensors: Sequence[OutputTensor]
     notes: Sequence[str] = field(default=())
     warnings: Sequence[str] = field(default=())
+    left_out: str | None = None
 
 
 def export_adapter(
@@ -128,7 +130,9 @@ def base_of(
         NameCollision: Two tensors would get one name.
     """
     if fold and not has_adapter(tensor.name for tensor in tensors):
-        raise Incompatible("there is no adapter to fold: no tensor is called lora_A or lora_B")
+        raise Incompatible(
+            "there is no adapter to fold: no tensor is called lora_A or lora_B", hint="leave out --fold-lora"
+        )
     if not is_wrapped(tensor.name for tensor in tensors):
         return BaseModel(tensors=tensors)
     model = sort_tensors(tensors)
@@ -143,6 +147,7 @@ def base_of(
     found = _together(tensors, model, trained)
     notes: list[str] = []
     warnings: list[str] = []
+    left_out: str | None = None
     if trained:
         notes.append(f"as trained, from modules_to_save: {few(list(trained))}")
     replaced = [name for name in model.originals if name in trained]
@@ -162,10 +167,11 @@ def base_of(
     else:
         dropped = [tensor.name for one in model.adapters.values() for tensor in one.tuned.values()]
         if dropped:
-            notes.append(f"{counted(len(dropped), 'tensor')} of the adapter left out, such as `{dropped[0]}`")
+            left_out = f"{counted(len(dropped), 'tensor')} of the adapter left out, such as `{dropped[0]}`"
     if chosen is not None and fold:
         notes += _about_others(model, chosen)
-    return BaseModel(tensors=[_renamed(tensor, name) for name, tensor in found.items()], notes=notes, warnings=warnings)
+    inner = [_renamed(tensor, name) for name, tensor in found.items()]
+    return BaseModel(tensors=inner, notes=notes, warnings=warnings, left_out=left_out)
 
 
 def holds_wrapped_model(tensors: Sequence[OutputTensor]) -> bool:
@@ -190,7 +196,10 @@ def _disjoint(
 def _choose(model: PeftModel, asked: str | None) -> Adapter:
     names = list(model.adapters)
     if not names:
-        raise Incompatible("there is no adapter: no tensor is called lora_A, lora_B or modules_to_save")
+        raise Incompatible(
+            "there is no adapter: no tensor is called lora_A, lora_B or modules_to_save",
+            hint="--to hf or --to safetensors for a model without one",
+        )
     if asked is not None:
         if asked not in names:
             raise UsageError(f"there is no adapter `{asked}`", hint=f"there are: {', '.join(names)}")

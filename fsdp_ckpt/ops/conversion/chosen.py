@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_ckpt.catalog import Checkpoint, Part, Role, Severity
-from fsdp_ckpt.errors import CorruptCheckpoint, NoModelWeights, UsageError
-from fsdp_ckpt.ops.choose import choose_model_part, refuse_incomplete, refuse_mixed, show_paths, tier
+from fsdp_ckpt.errors import CorruptCheckpoint, FlatParameters, IncompleteCheckpoint, NoModelWeights, UsageError
+from fsdp_ckpt.ops.choose import (
+    choose_model_part,
+    describe_choice,
+    refuse_incomplete,
+    refuse_mixed,
+    show_paths,
+    tier,
+)
 from fsdp_ckpt.ops.validation.names import check_names
 from fsdp_ckpt.plan.extents import find_shared_bytes
 
@@ -77,33 +84,63 @@ def choose_parts(
         if aside:
             notes.append(f"left aside: {', '.join(aside)}; choose with --part")
     elif wanted != "optimizer":
-        named = [part for part in optimizers if wanted in (part.name, part.folder)]
-        optimizers = named
-        if not named:
+        optimizers = [part for part in optimizers if wanted in (part.name, part.folder)]
+        if not optimizers:
             chosen, notes = choose_model_part(checkpoint, wanted, paths=paths, out=out, command=command)
+            _refuse_small(chosen, wanted)
             models = [chosen]
     if wanted == "optimizer" and not optimizers:
         names = ", ".join(part.name for part in checkpoint.parts) or "nothing"
-        raise NoModelWeights(f"{show_paths(paths)} holds no optimizer, only: {names}")
+        raise NoModelWeights(
+            f"{show_paths(paths)} holds no optimizer, only: {names}", hint=f"fsdp-ckpt inspect {shlex.join(paths)}"
+        )
     others = [part for part in checkpoint.parts if part.role not in (Role.MODEL, Role.OPTIMIZER)]
     found = Chosen(
         models=models, optimizers=optimizers, others=others if wanted == "all" else (), notes=notes
     )  # fmt: skip
-    for part in (*models, *optimizers, *(part for part in found.others if part.tensors)):
-        refuse_incomplete(part, paths=paths, out=out, command=command)
+    if checkpoint.chosen is not None and not any(note.startswith("reading ") for note in notes):
+        notes[:0] = describe_choice(checkpoint, [*models, *optimizers])
+    _refuse_unreadable(checkpoint, found, is_all=wanted == "all", paths=paths, out=out, command=command)
+    _refuse_slices(checkpoint, models, paths=paths)
+    if not found.parts:
+        raise UsageError(f"{show_paths(paths)} holds nothing to convert")
+    return found
+
+
+def _refuse_small(part: Part, wanted: str) -> None:
+    """Refuse a scheduler or random states on their own: no target is made of them."""
+    if part.role not in (Role.MODEL, Role.OTHER) and not part.tensors:
+        raise UsageError(
+            f"`{wanted}` is no model and no optimizer: it goes along with them, not alone",
+            hint="leave out --part: --to accelerate keeps it",
+        )
+
+
+def _refuse_unreadable(
+    checkpoint: Checkpoint, chosen: Chosen, *, is_all: bool, paths: Sequence[str], out: str, command: str
+) -> None:
+    """Refuse parts with holes, of several saves, or in which two tensors claim the same bytes."""
+    models = chosen.models
+    for part in (*models, *chosen.optimizers, *(part for part in chosen.others if part.tensors)):
+        try:
+            refuse_incomplete(part, paths=paths, out=out, command=command)
+        except (IncompleteCheckpoint, FlatParameters) as error:
+            if not is_all or part in models or not models:
+                raise
+            hint = f"fsdp-ckpt {command} {shlex.join([*paths, out])} --part model    (the model is whole)"
+            raise type(error)(error.message, hint=hint) from None
         refuse_mixed(checkpoint, part, paths=paths)
         shared = find_shared_bytes(part.tensors.values())
         if shared is not None:
-            raise CorruptCheckpoint(f"`{shared[0]}` and `{shared[1]}` claim the same bytes; nothing was written")
+            raise CorruptCheckpoint(
+                f"`{shared[0]}` and `{shared[1]}` claim the same bytes; nothing was written",
+                hint=f"fsdp-ckpt validate {shlex.join(paths)}",
+            )
         if part.role is Role.MODEL and not part.tensors:
             raise NoModelWeights(
                 f"{show_paths(paths)}: {part.name} holds no tensors, only {len(part.objects)} pickled objects",
                 hint="it was saved with flatten_state_dict=False or outside of a state dict; load it with torch",
             )
-    _refuse_slices(checkpoint, models, paths=paths)
-    if not found.parts:
-        raise UsageError(f"{show_paths(paths)} holds nothing to convert")
-    return found
 
 
 def _refuse_slices(checkpoint: Checkpoint, models: Sequence[Part], *, paths: Sequence[str]) -> None:

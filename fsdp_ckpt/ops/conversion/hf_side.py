@@ -15,6 +15,7 @@ from fsdp_ckpt.ops.side_files import SideFiles, find_side_files, load_config
 __all__ = ["export_side_files"]
 
 _MAX_BYTES = 200_000_000
+_REASON_CHARACTERS = 600
 _MAX_CONFIG_BYTES = 4_000_000
 _PATTERNS = (
     "*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -89,9 +90,10 @@ def _of_hub(name: str) -> SideFiles:
     try:
         folder = snapshot_download(match["repo"], revision=match["revision"], allow_patterns=list(_PATTERNS))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= _REASON_CHARACTERS else f"{reason[:_REASON_CHARACTERS]} …"
         raise Unreachable(
-            f"`{name}` is no folder here, and could not be fetched from the hub: {reason[:200]}",
+            f"`{name}` is no folder here, and could not be fetched from the hub: {reason}",
             hint="give a folder that has the model's config.json: --config-from DIR",
         ) from error
     finally:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from fsdp_ckpt.catalog import Role
 from fsdp_ckpt.codec.torchzip_writer import ArchiveTensor, seal_archive
 from fsdp_ckpt.codec.value_writer import lay_out_state
+from fsdp_ckpt.errors import NotEnoughSpace
 from fsdp_ckpt.layouts.optimizer_paths import PARAM_GROUPS, STATE
 from fsdp_ckpt.ops.conversion.dcp_files import DcpObject, DcpState, lay_out_dcp
 from fsdp_ckpt.ops.conversion.nesting import nest
-from fsdp_ckpt.ops.conversion.objects import archive_of, value_of
+from fsdp_ckpt.ops.conversion.objects import MAX_VALUE_BYTES, archive_of, value_of
 from fsdp_ckpt.ops.merge_files import PATTERNS, index_json, lay_out_bin, lay_out_safetensors
 from fsdp_ckpt.ops.tensor_tasks import tasks_of
 from fsdp_ckpt.ops.write_out import SmallFile
@@ -20,6 +21,7 @@ from fsdp_ckpt.plan.output import OutputPart, OutputTensor
 from fsdp_ckpt.plan.reshard import Sharding
 from fsdp_ckpt.run.engine import OutputSpec, Task
 from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.units import format_size
 
 __all__ = ["Laid", "dcp_folder", "full_state", "weight_files"]
 
@@ -31,10 +33,12 @@ class Laid:
     Attributes:
         specs: The large ones.
         files: The small ones, by name, in the order in which they are written: last of all.
+        held_bytes: What values that are no tensors take in memory until they are written.
     """
 
     specs: list[OutputSpec] = field(default_factory=list)
     files: dict[str, SmallFile] = field(default_factory=dict)
+    held_bytes: int = 0
 
 
 def weight_files(
@@ -56,7 +60,9 @@ def weight_files(
     """
     pattern = pattern or PATTERNS[style]
     files = split_files(tensors, max_shard_bytes=max_shard_bytes, pattern=pattern)
-    laid.specs += [lay_out_bin(file, tied) if style == "bin" else lay_out_safetensors(file) for file in files]
+    for file in files:
+        is_bin = style == "bin"
+        laid.specs.append(lay_out_bin(file, tied) if is_bin else lay_out_safetensors(file, otherwise="--to torch"))
     if len(files) > 1:
         index = pattern.format(suffix="") + ".index.json"
         laid.files[index] = index_json(files, tied, keep_tied=style == "bin")
@@ -125,6 +131,7 @@ def dcp_folder(
     Raises:
         Incompatible: A value that is never written, or a placement that does not fit.
         NameCollision: Two values would get one key.
+        NotEnoughSpace: The values that are no tensors are too large to be held in memory together.
     """
     tensors: list[OutputTensor] = []
     objects: list[DcpObject] = []
@@ -135,7 +142,16 @@ def dcp_folder(
             tensors.append(replace(tensor, path=path))
             if part.role is Role.OPTIMIZER and len(tensor.path) > 2 and tensor.path[0] == STATE:
                 placed_as[".".join(map(str, path))] = str(tensor.path[1])
-        objects += [DcpObject(path=(*head, *entry.path), data=archive_of(entry, store)) for entry in part.objects]
+        for entry in part.objects:
+            data = archive_of(entry, store)
+            laid.held_bytes += len(data)
+            if laid.held_bytes > MAX_VALUE_BYTES:
+                raise NotEnoughSpace(
+                    f"values that are no tensors take more than {format_size(MAX_VALUE_BYTES)} with those of "
+                    f"`{part.name}`, more than is held in memory",
+                    hint="take one part at a time: --part model, --part optimizer",
+                )
+            objects.append(DcpObject(path=(*head, *entry.path), data=data))
     files = lay_out_dcp(
         DcpState(tensors=tensors, objects=objects, placed_as=placed_as), sharding, folder=folder, save_id=save_id
     )

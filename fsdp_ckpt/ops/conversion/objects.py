@@ -14,10 +14,10 @@ from fsdp_ckpt.plan.output import OutputObject
 from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.units import format_size
 
-__all__ = ["archive_of", "value_of"]
+__all__ = ["MAX_VALUE_BYTES", "archive_of", "value_of"]
 
-_MAX_BYTES = 1 << 30
-"""A value is in memory while it is written."""
+MAX_VALUE_BYTES = 1 << 30
+"""Values are in memory while a folder is written: one of them, and all of them together."""
 
 
 def archive_of(value: OutputObject, store: LocalStore) -> bytes:
@@ -37,7 +37,7 @@ def archive_of(value: OutputObject, store: LocalStore) -> bytes:
     entry, what = value.source, ".".join(map(str, value.path))
     if entry is None or entry.decoded or not _is_record(entry, store):
         return encode_object(value_of(value, store), what=f"`{what}`")
-    if entry.stop - entry.start > _MAX_BYTES:
+    if entry.stop - entry.start > MAX_VALUE_BYTES:
         raise NotEnoughSpace(f"`{what}` takes {format_size(entry.stop - entry.start)}, more than is held in memory")
     where = f"{entry.file} (`{entry.key}`)"
     data = store.reader(entry.file)(entry.start, entry.stop - entry.start)

@@ -7,8 +7,9 @@ from typing import Any
 
 from fsdp_ckpt.catalog import ObjectEntry, TensorEntry
 from fsdp_ckpt.codec.value_writer import encode_pickle
-from fsdp_ckpt.errors import Incompatible, MalformedFile
+from fsdp_ckpt.errors import Incompatible
 from fsdp_ckpt.ops.conversion.optimizer_leaves import Leaf, OptimizerLeaves
+from fsdp_ckpt.units import counted
 
 __all__ = ["grouped_by_options"]
 
@@ -26,12 +27,15 @@ def grouped_by_options(
         scalars: Reads a small tensor.
 
     Raises:
-        MalformedFile: A parameter with state has no options.
-        Incompatible: Options are tensors, and there is nobody to read them.
+        Incompatible: A parameter with state has no options; or options are tensors, and there is nobody to read them.
     """
     stateful = [name for name in leaves.state if name not in leaves.options]
     if stateful:
-        raise MalformedFile(f"`{leaves.name}`: `{stateful[0]}` has state, but no options")
+        raise Incompatible(
+            f"`{leaves.name}`: `{stateful[0]}` has state, but no options such as a learning rate: they were saved for "
+            f"{counted(len(leaves.options), 'parameter')} only",
+            hint="take the model alone with --part model; fsdp-ckpt reshard keeps an optimizer as it is",
+        )
 
     def content(leaf: Leaf) -> Any:
         if not isinstance(leaf.source, TensorEntry):

@@ -8,7 +8,7 @@ modules, their order as well.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_ckpt.catalog import Part, Shape, TensorEntry
@@ -80,6 +80,8 @@ def name_indices(
     candidates = parameter_candidates(model) if model is not None else {}
     if param_names is not None:
         found = _listed(indices.all, param_names, f"{where}: the list of parameter names")
+        if model is not None:
+            _refuse_strangers(found.values(), candidates, model)
         _check_shapes(found, indices, candidates, where)
         return found, "the list of parameter names"
     if indices.names is not None:
@@ -178,6 +180,19 @@ def _listed(indices: Sequence[int], names: Sequence[str], what: str) -> dict[int
     if len(clean) != len(indices):
         raise Incompatible(f"{what} has {len(clean)} names, for {len(indices)} parameters", hint=_HINT)
     return dict(zip(indices, clean, strict=True))
+
+
+def _refuse_strangers(names: Collection[str], candidates: Mapping[str, Shape], model: Part) -> None:
+    """Refuse names from the user that the model does not have; it may have more, which were not trained."""
+    known = {clean_fqn(entry.name) for entry in model.tensors.values()}
+    strange = next((name for name in names if name not in known), None)
+    if strange is None:
+        return
+    missing = next((name for name in candidates if name not in names), None)
+    lacks = "" if missing is None else f", and the list lacks `{missing}`"
+    raise Incompatible(
+        f"the list of parameter names has `{strange}`, which is not in the model `{model.name}`{lacks}", hint=_HINT
+    )
 
 
 def _check_shapes(found: Mapping[int, str], indices: Indices, candidates: Mapping[str, Shape], where: str) -> None:

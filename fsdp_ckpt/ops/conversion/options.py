@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -125,15 +126,13 @@ def check_options(options: ConvertOptions) -> None:
         raise UsageError(
             f"--optimizer-form {options.optimizer_form} is not possible", hint=f"choose one of: {', '.join(FORMS)}"
         )
-    if options.world_size is not None and options.mesh is not None:
-        raise UsageError("--world-size and --mesh say the same thing: give one of them")
-    sharding = options.world_size is not None or options.mesh is not None or bool(options.placements)
-    if sharding and not options.is_sharded:
-        what = "--full files" if options.full else f"--to {options.to}"
-        raise UsageError(f"{what} is not sharded: --world-size, --mesh and --placement do not go with it",
-                         hint="--to dcp, or --to accelerate")  # fmt: skip
-    if options.world_size is not None and not 1 <= options.world_size <= MAX_RANKS:
-        raise UsageError(f"--world-size must be at least 1, and at most {MAX_RANKS}")
+    _check_sharding(options)
+    if options.to == "accelerate" and options.optimizer_form != FORMS[0]:
+        raise UsageError(
+            f"--optimizer-form {options.optimizer_form} does not go with --to accelerate: neither Accelerate nor "
+            "load_state would load it",
+            hint="leave it out, or: --to dcp, --to torch",
+        )
     if options.full and options.to != "accelerate":
         raise UsageError("--full is for --to accelerate", hint="--to torch makes pytorch_model.bin")
     if options.to not in _WHOLE and options.part in ("optimizer", "all"):
@@ -150,6 +149,18 @@ def check_options(options: ConvertOptions) -> None:
     if options.remove_source and not options.verify:
         raise UsageError("--remove-source compares the result first: it cannot go with --no-verify")
     cast_target(options.dtype)
+
+
+def _check_sharding(options: ConvertOptions) -> None:
+    if options.world_size is not None and options.mesh is not None:
+        raise UsageError("--world-size and --mesh say the same thing: give one of them")
+    sharding = options.world_size is not None or options.mesh is not None or bool(options.placements)
+    if sharding and not options.is_sharded:
+        what = "--full files" if options.full else f"--to {options.to}"
+        raise UsageError(f"{what} is not sharded: --world-size, --mesh and --placement do not go with it",
+                         hint="--to dcp, or --to accelerate")  # fmt: skip
+    if options.world_size is not None and not 1 <= options.world_size <= MAX_RANKS:
+        raise UsageError(f"--world-size must be at least 1, and at most {MAX_RANKS}")
 
 
 def _without_effect(options: ConvertOptions) -> Iterator[tuple[str, str]]:
@@ -179,10 +190,17 @@ def wants(options: ConvertOptions) -> str:
 
 
 def as_typed(options: ConvertOptions, command: str) -> str:
-    """Return ``convert`` or ``reshard`` with the option that it cannot do without, for messages."""
-    if command == "convert":
-        return f"convert --to {options.to}"
-    return f"reshard --mesh {options.mesh}" if options.mesh else f"reshard --world-size {options.world_size}"
+    """Return ``convert`` or ``reshard`` with the options that say what is made, for messages."""
+    words = ["convert", "--to", options.to] if command == "convert" else ["reshard"]
+    if options.mesh is not None:
+        words += ["--mesh", options.mesh]
+    elif options.world_size is not None:
+        words += ["--world-size", str(options.world_size)]
+    for placement in options.placements:
+        words += ["--placement", placement]
+    if options.full:
+        words.append("--full")
+    return shlex.join(words)
 
 
 def sharding_of(options: ConvertOptions, saved: int | None) -> Sharding:

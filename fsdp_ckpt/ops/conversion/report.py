@@ -37,6 +37,7 @@ class ConvertReport:
 
     Attributes:
         source: The checkpoint, as given; the first folder where there are several.
+        root: The folder that was read: ``source``, or a checkpoint below it.
         destination: The folder written.
         layout: What the source is.
         to: What was made: a target of ``convert``, or ``reshard``.
@@ -55,6 +56,7 @@ class ConvertReport:
         unverified: Shards without a recorded CRC-32.
         shared_bytes: Bytes that share blocks with the source instead of being copied.
         recovered: Damaged shards that were read from a replica.
+        resumed: Large files that an earlier run had finished.
         notes: What was chosen on the user's behalf.
         warnings: What the user should know.
         elapsed_s: Wall time in seconds.
@@ -67,6 +69,7 @@ class ConvertReport:
     """
 
     source: str
+    root: str
     destination: str
     layout: str
     to: str
@@ -85,6 +88,7 @@ class ConvertReport:
     unverified: int = 0
     shared_bytes: int = 0
     recovered: Sequence[str] = ()
+    resumed: int = 0
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
     elapsed_s: float = 0.0

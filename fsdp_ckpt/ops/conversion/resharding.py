@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Checkpoint, ObjectEntry, Part, Role, TensorEntry
 from fsdp_ckpt.errors import MalformedFile, PathOutside
-from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, manifest_of, write_manifest
+from fsdp_ckpt.layouts.manifest import MANIFEST, manifest_of
 from fsdp_ckpt.layouts.optimizer_paths import STATE
 from fsdp_ckpt.layouts.roles import KeyPath
 from fsdp_ckpt.ops.conversion.chosen import Chosen, choose_parts
@@ -19,14 +17,12 @@ from fsdp_ckpt.ops.conversion.contents import whole_content
 from fsdp_ckpt.ops.conversion.layouts import dcp_folder
 from fsdp_ckpt.ops.conversion.options import ConvertOptions, as_typed, sharding_of
 from fsdp_ckpt.ops.conversion.plan import ConvertPlan
+from fsdp_ckpt.ops.conversion.remade_manifest import add_manifest, check_carried, new_save_id
+from fsdp_ckpt.ops.conversion.values import unreadable
 from fsdp_ckpt.ops.side_files import find_side_files
 from fsdp_ckpt.plan.output import OutputObject, OutputPart, OutputTensor
-from fsdp_ckpt.plan.reshard import Sharding
-from fsdp_ckpt.run.checksum import checksum_range, combine_crc, crc32
-from fsdp_ckpt.run.engine import OutputSpec
 from fsdp_ckpt.store.leftovers import is_staging
-from fsdp_ckpt.store.local import LocalFile, LocalStore
-from fsdp_ckpt.store.publish import resolve_destination
+from fsdp_ckpt.store.local import LocalStore
 
 __all__ = ["plan_resharding"]
 
@@ -63,12 +59,13 @@ def plan_resharding(
         store=LocalStore(checkpoint.roots),
         chosen=Chosen(models=chosen.models, optimizers=chosen.optimizers, others=own, notes=chosen.notes),
         options=options,
+        out=out,
     )
     plan.notes += chosen.notes
     plan.warnings += [f"{p.where}: {p.message}" for part in parts for p in part.problems if p.severity != "note"]
     plan.sharding = sharding_of(options, plan.saved_world_size)
     manifest = manifest_of(plan.store) if wanted == "all" else None
-    save_id = _save_id(manifest, plan.sharding) if manifest is not None else None
+    save_id = new_save_id(manifest, plan.sharding) if manifest is not None else None
     folders: dict[str, list[tuple[Head, OutputPart]]] = {}
     for part in parts:
         content = whole_content(part)
@@ -77,16 +74,14 @@ def plan_resharding(
         plan.note_written(content, part.folder or ".")
     for folder, group in folders.items():
         dcp_folder(plan.laid, group, plan.sharding, plan.store, folder=folder, save_id=save_id)
-    _add_files_beside(plan, parts, everything=wanted == "all", out=resolve_destination(Path(out)))
+    _add_files_beside(plan, parts, everything=wanted == "all")
     if manifest is not None and save_id is not None:
-        _add_manifest(plan, manifest, save_id)
+        if options.verify:
+            check_carried(plan.laid, manifest, plan.store)
+        add_manifest(plan.laid, manifest, save_id)
+    if wanted == "all":
+        plan.warnings += unreadable([part for part in checkpoint.parts if part not in parts], plan.store)
     return plan
-
-
-def _save_id(manifest: Manifest, sharding: Sharding) -> str:
-    """Return what the files of the result say: the same in a run that resumes, and in every process that shares it."""
-    places = [(one.pattern, one.dims) for one in sharding.placements]
-    return hashlib.sha256(json.dumps([manifest.save_id, sharding.mesh.shape, places]).encode()).hexdigest()[:32]
 
 
 def _by_place(part: OutputPart) -> list[tuple[Head, OutputPart]]:
@@ -122,7 +117,7 @@ def _place(entry: TensorEntry | ObjectEntry, part: OutputPart) -> tuple[Head, Ke
     return (head,) if part.role is Role.OTHER and head == part.name else tuple(head.split(".")), path
 
 
-def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: bool, out: Path) -> None:
+def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: bool) -> None:
     """Add the files that are no data of the checkpoint: random states, configuration, tokenizer."""
     if not everything:
         folders = [root / part.folder for part in plan.chosen.models for root in plan.roots]
@@ -132,7 +127,7 @@ def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: b
     folders_of_data = {part.folder for part in parts}
     copied: dict[str, Path] = {}
     for root in plan.roots:
-        for name in _files_below(root, known=folders_of_data, out=out):
+        for name in _files_below(root, known=folders_of_data):
             folder, _, file = name.rpartition("/")
             is_data = name in data or (folder in folders_of_data and file.endswith((".distcp", ".metadata", ".tmp")))
             if is_data or name == MANIFEST or name in copied:
@@ -156,17 +151,14 @@ def _add_files_beside(plan: ConvertPlan, parts: Sequence[Part], *, everything: b
         )
 
 
-def _files_below(root: Path, *, known: Collection[str], out: Path) -> Iterator[str]:
+def _files_below(root: Path, *, known: Collection[str]) -> Iterator[str]:
     """Yield the files of a folder and of those in it, as paths from it.
 
-    Links to folders are not followed. Left out are hidden leftovers, an earlier result at the destination, and whatever
-    else is a checkpoint of its own rather than one of the ``known`` folders of this one.
+    Links to folders are not followed. Left out are hidden leftovers, and whatever is a checkpoint of its own rather
+    than one of the ``known`` folders of this one.
     """
     for folder, names, files in os.walk(root):
         inner = Path(folder).relative_to(root)
-        if Path(folder).resolve() == out:
-            names.clear()
-            continue
         if ".metadata" in files and _folder_name(inner) not in known:
             names.clear()
             yield inner.as_posix()  # as it is no file, it is said to be left behind
@@ -180,44 +172,3 @@ def _files_below(root: Path, *, known: Collection[str], out: Path) -> Iterator[s
 
 def _folder_name(inner: Path) -> str:
     return "" if inner == Path() else inner.as_posix()
-
-
-def _add_manifest(plan: ConvertPlan, manifest: Manifest, save_id: str) -> None:
-    """Add a manifest for the files as they will be; what it says about the training job stays."""
-    specs = {spec.name: spec for spec in plan.laid.specs}
-    metadata = {name: content for name, content in plan.laid.files.items() if isinstance(content, bytes)}
-
-    def content(folder: Path, crcs: Mapping[str, Mapping[str, int]]) -> bytes:
-        files = {
-            path: facts for path, facts in manifest.files.items() if path in plan.laid.files and path not in metadata
-        }
-        files |= {name: (len(data), f"{crc32(data, 0):08x}") for name, data in metadata.items()}
-        for name, spec in specs.items():
-            files[name] = (spec.size, f"{_file_crc(folder / name, spec, crcs[name]):08x}")
-        return write_manifest(replace(manifest, save_id=save_id, files=files))
-
-    plan.laid.files[MANIFEST] = content
-
-
-def _file_crc(path: Path, spec: OutputSpec, crcs: Mapping[str, int]) -> int:
-    """Return the CRC-32 of a whole file from those of its tensors and of what lies around them."""
-    pieces = [(start, stop - start, crcs[name]) for name, (start, stop) in spec.ranges.items()]
-    around = [(0, spec.head), *(spec.seal(crcs) if spec.seal is not None else ())]
-    pieces += [(start, len(data), crc32(data, 0)) for start, data in around]
-    found: int | None = 0
-    position = 0
-    for start, length, crc in sorted(pieces):
-        if not length:
-            continue
-        gap = bytes(start - position)
-        for more, num_bytes in ((crc32(gap, 0), len(gap)), (crc, length)):
-            if num_bytes and found is not None:
-                found = combine_crc(found, more, num_bytes)
-        position = start + length
-    if found is not None and position == spec.size:
-        return found
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # no library that combines checksums
-    try:
-        return checksum_range(LocalFile(fd), 0, spec.size)
-    finally:
-        os.close(fd)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fsdp_ckpt.catalog import Part, Role
-from fsdp_ckpt.codec.value_writer import encode_object
-from fsdp_ckpt.errors import FsdpCkptError
-from fsdp_ckpt.ops.conversion.adapter_config import ADAPTER_CONFIG, find_adapter_config
+from fsdp_ckpt.ops.conversion.accelerate import lay_out_accelerate
+from fsdp_ckpt.ops.conversion.adapter_config import find_adapter_config
 from fsdp_ckpt.ops.conversion.adapters import ADAPTER_FILE, base_of, export_adapter, holds_wrapped_model
+from fsdp_ckpt.ops.conversion.beside import (
+    add_beside,
+    beside,
+    is_own_file,
+    leave_manifest,
+    leave_objects,
+    side_files_of,
+)
 from fsdp_ckpt.ops.conversion.contents import whole_content
 from fsdp_ckpt.ops.conversion.hf_export import prepare_export
 from fsdp_ckpt.ops.conversion.hf_side import export_side_files
 from fsdp_ckpt.ops.conversion.layouts import dcp_folder, full_state, weight_files
-from fsdp_ckpt.ops.conversion.nesting import nest
 from fsdp_ckpt.ops.conversion.options import sharding_of
 from fsdp_ckpt.ops.conversion.plan import ConvertPlan
-from fsdp_ckpt.ops.conversion.values import load_value
-from fsdp_ckpt.ops.side_files import SideFiles, find_side_files
+from fsdp_ckpt.ops.side_files import SideFiles
 from fsdp_ckpt.ops.ties import tie
-from fsdp_ckpt.plan.lora import has_adapter
 from fsdp_ckpt.plan.merge import Selection
 from fsdp_ckpt.plan.output import OutputPart
 from fsdp_ckpt.run.sources import Sources
-from fsdp_ckpt.store.local import LocalStore
 from fsdp_ckpt.units import parse_size
 
 __all__ = ["lay_out"]
@@ -40,20 +44,17 @@ def lay_out(plan: ConvertPlan) -> None:
     if plan.options.fold_lora:
         _fold(plan)
     targets: Mapping[str, Callable[[ConvertPlan], None]] = {
-        "safetensors": _safetensors, "hf": _hf, "torch": _torch, "dcp": _dcp, "accelerate": _accelerate,
+        "safetensors": _safetensors, "hf": _hf, "torch": _torch, "dcp": _dcp, "accelerate": lay_out_accelerate,
         "adapter": _adapter,
     }  # fmt: skip
     targets[plan.options.to](plan)
-
-
-def _side_files(plan: ConvertPlan) -> SideFiles:
-    folders = [root / part.folder for part in plan.chosen.models for root in plan.roots]
-    return find_side_files(*(folders or plan.roots))
+    if plan.options.to != "accelerate":
+        leave_manifest(plan, f"--to {plan.options.to} has no place for it")
 
 
 def _fold(plan: ConvertPlan) -> None:
     config = find_adapter_config(
-        _path(plan.options.adapter_config), _side_files(plan), alpha=plan.options.lora_alpha,
+        _path(plan.options.adapter_config), side_files_of(plan), alpha=plan.options.lora_alpha,
         use_rslora=plan.options.rslora,
     )  # fmt: skip
     for number, part in enumerate(plan.models):
@@ -67,25 +68,25 @@ def _unwrapped(plan: ConvertPlan, part: OutputPart) -> OutputPart:
     """Give a model the names that it had before PEFT wrapped it; an adapter alone stays as it is."""
     if plan.options.fold_lora or not holds_wrapped_model(part.tensors):
         return part
+    return _base(plan, part)
+
+
+def _base(plan: ConvertPlan, part: OutputPart) -> OutputPart:
     base = base_of(part.tensors, fold=False, adapter=plan.options.adapter)
     plan.notes += base.notes
     plan.warnings += base.warnings
+    if base.left_out is not None:
+        fold = shlex.join([*plan.sources, plan.out, "--to", plan.options.to, "--fold-lora", "--overwrite"])
+        alone = shlex.join([*plan.sources, plan.out.rstrip("/") + "-adapter", "--to", "adapter"])
+        plan.warnings.append(
+            f"{base.left_out}. To add it to the weights: fsdp-ckpt convert {fold}. "
+            f"To write it alone: fsdp-ckpt convert {alone}"
+        )
     return replace(part, tensors=base.tensors)
-
-
-def _beside(side: SideFiles, part: OutputPart) -> dict[str, Path]:
-    """Return the side files; beside a model without adapter, adapter_config.json would make loaders look for one."""
-    keeps = has_adapter(tensor.name for tensor in part.tensors)
-    return {name: path for name, path in side.files.items() if keeps or name != ADAPTER_CONFIG}
 
 
 def _path(text: object) -> Path | None:
     return None if text is None else Path(str(text))
-
-
-def _leave_objects(plan: ConvertPlan, part: OutputPart) -> None:
-    if part.objects:
-        plan.note_left(replace(part, tensors=()), f"--to {plan.options.to} holds tensors only")
 
 
 def _tied(plan: ConvertPlan, part: OutputPart, config: Mapping[str, object]) -> OutputPart:
@@ -102,15 +103,15 @@ def _tied(plan: ConvertPlan, part: OutputPart, config: Mapping[str, object]) -> 
 
 
 def _add_beside(plan: ConvertPlan, side: SideFiles, part: OutputPart) -> None:
-    plan.laid.files = {**_beside(side, part), **plan.laid.files}
+    plan.laid.files = {**beside(side, part), **plan.laid.files}
     if "config.json" in side.missing:
         plan.warnings.append("no config.json was found beside the checkpoint: from_pretrained needs it")
 
 
 def _safetensors(plan: ConvertPlan) -> None:
-    side = _side_files(plan)
+    side = side_files_of(plan)
     part = _tied(plan, _unwrapped(plan, plan.models[0]), side.config)
-    _leave_objects(plan, part)
+    leave_objects(plan, part)
     weight_files(
         plan.laid, part.tensors, style="safetensors", max_shard_bytes=parse_size(plan.options.max_shard_size), tied={}
     )
@@ -120,33 +121,29 @@ def _safetensors(plan: ConvertPlan) -> None:
 
 def _torch(plan: ConvertPlan) -> None:
     for part in plan.models:
-        side = _side_files(plan)
+        side = side_files_of(plan)
         part = _tied(plan, _unwrapped(plan, part), side.config)
-        _leave_objects(plan, part)
+        leave_objects(plan, part)
         weight_files(
             plan.laid, part.tensors, style="bin", max_shard_bytes=parse_size(plan.options.max_shard_size),
             tied=plan.tied,
         )  # fmt: skip
         plan.note_written(replace(part, objects=()), "pytorch_model.bin")
-        plan.laid.files = {**_beside(side, part), **plan.laid.files}
+        plan.laid.files = {**beside(side, part), **plan.laid.files}
     for number, part in enumerate(plan.optimizers):
         name = "optimizer.bin" if number == 0 else f"optimizer_{number}.bin"
         full_state(plan.laid, part, plan.store, name=name)
         plan.note_written(part, name)
-    for other in plan.chosen.others:
-        plan.note_left(other, "--to torch holds models and optimizers only")
+    plan.note_all_left((other, "--to torch holds models and optimizers only") for other in plan.chosen.others)
 
 
 def _hf(plan: ConvertPlan) -> None:
     folders = [root / part.folder for part in plan.chosen.models for root in plan.roots]
     side = export_side_files(plan.options.config_from, folders)
     part = plan.models[0]
-    _leave_objects(plan, part)
+    leave_objects(plan, part)
     if not plan.options.fold_lora:
-        base = base_of(part.tensors, fold=False, adapter=plan.options.adapter)
-        part = replace(part, tensors=base.tensors)
-        plan.notes += base.notes
-        plan.warnings += base.warnings
+        part = _base(plan, part)
     part = _tied(plan, part, side.config)
     export = prepare_export(part.tensors, side, dtype=plan.options.target_dtype, tied=plan.tied)
     plan.notes += export.notes
@@ -162,7 +159,7 @@ def _hf(plan: ConvertPlan) -> None:
 def _adapter(plan: ConvertPlan) -> None:
     options, part = plan.options, plan.models[0]
     config = find_adapter_config(
-        _path(options.adapter_config), _side_files(plan), alpha=options.lora_alpha, use_rslora=options.rslora
+        _path(options.adapter_config), side_files_of(plan), alpha=options.lora_alpha, use_rslora=options.rslora
     )
     export = export_adapter(part.tensors, config=config, adapter=options.adapter)
     plan.notes += export.notes
@@ -173,7 +170,7 @@ def _adapter(plan: ConvertPlan) -> None:
     )  # fmt: skip
     if export.config is not None:
         plan.laid.files["adapter_config.json"] = export.config
-    _leave_objects(plan, part)
+    leave_objects(plan, part)
     plan.note_written(replace(part, tensors=export.tensors, objects=()), ADAPTER_FILE)
 
 
@@ -183,80 +180,15 @@ def _dcp(plan: ConvertPlan) -> None:
     for role, group in (("model", plan.models), ("optimizer", plan.optimizers)):
         for number, part in enumerate(group):
             parts.append(((role if len(group) == 1 else f"{role}_{number}",), part))
+    left: list[tuple[Part, str]] = []
     for other in plan.chosen.others:
         if other.dialect == "dcp" or other.tensors:
             parts.append(((other.name,), whole_content(other)))
         else:
-            hint = "; --to accelerate keeps it" if _is_own_file(other) or other.role is Role.SCHEDULER else ""
-            plan.note_left(other, f"a file of its own, which has no place in a single folder{hint}")
+            hint = "; --to accelerate keeps it" if is_own_file(other) or other.role is Role.SCHEDULER else ""
+            left.append((other, f"no place in a single folder{hint}"))
+    plan.note_all_left(left)
     dcp_folder(plan.laid, parts, plan.sharding, plan.store, folder="")
     for head, part in parts:
         plan.note_written(part, head[0])
-    _add_beside_quietly(plan)
-
-
-def _accelerate(plan: ConvertPlan) -> None:
-    if not plan.options.full:
-        plan.sharding = sharding_of(plan.options, plan.saved_world_size)
-    for number, part in enumerate(plan.models):
-        if plan.sharding is not None:
-            name = f"pytorch_model_fsdp_{number}"
-            dcp_folder(plan.laid, [(("model",), part)], plan.sharding, plan.store, folder=name)
-            plan.note_written(part, name)
-            continue
-        _leave_objects(plan, part)
-        name = "pytorch_model_fsdp" if number == 0 else f"pytorch_model_fsdp_{number}"
-        weight_files(
-            plan.laid, part.tensors, style="bin", pattern=name + "{suffix}.bin", max_shard_bytes=1 << 62, tied={}
-        )
-        plan.note_written(replace(part, objects=()), f"{name}.bin")
-    for number, part in enumerate(plan.optimizers):
-        if plan.sharding is not None:
-            name = f"optimizer_{number}"
-            dcp_folder(plan.laid, [(("optimizer",), part)], plan.sharding, plan.store, folder=name)
-        else:
-            name = "optimizer.bin" if number == 0 else f"optimizer_{number}.bin"
-            full_state(plan.laid, part, plan.store, name=name)
-        plan.note_written(part, name)
-    for other in sorted(plan.chosen.others, key=lambda part: not _is_own_file(part)):
-        taken = {*plan.laid.files, *(spec.name for spec in plan.laid.specs)}
-        if _is_own_file(other):
-            file = next(iter(other.files))
-            name = file.rpartition("/")[2]
-            if name in taken:  # folders that each have a rank0.pt become one
-                plan.note_left(other, f"another `{name}` is in the result already")
-                continue
-            plan.laid.files[name] = Path(plan.store.path(file))
-            plan.note_written(whole_content(other), name)
-        elif other.role is Role.SCHEDULER and not other.tensors:
-            names = ("scheduler.bin", *(f"scheduler_{number}.bin" for number in range(1, len(plan.chosen.others) + 1)))
-            name = next(name for name in names if name not in taken)
-            try:
-                plan.laid.files[name] = _encoded(other, plan.store, prefix=name.removesuffix(".bin"))
-            except FsdpCkptError as error:
-                plan.note_left(other, error.message)
-                continue
-            plan.note_written(whole_content(other), name)
-        else:
-            hint = "; --to dcp keeps it" if other.dialect == "dcp" or other.tensors else ""
-            plan.note_left(other, f"Accelerate has no place for it{hint}")
-    if "trainer_state.json" in plan.checkpoint.side_files:
-        plan.laid.files["trainer_state.json"] = Path(plan.store.path("trainer_state.json"))
-    _add_beside_quietly(plan)
-
-
-def _is_own_file(part: Part) -> bool:
-    """Whether a part is a small file that Accelerate or the Trainer names so."""
-    return not part.tensors and len(part.files) == 1 and len(part.objects) == 1 and part.dialect == "torch-file"
-
-
-def _encoded(part: Part, store: LocalStore, *, prefix: str) -> bytes:
-    content = whole_content(part, lambda entry: load_value(entry, store))
-    value = nest({entry.path: entry.value for entry in content.objects}, where=part.name)
-    return encode_object(value, what=part.name, prefix=prefix)
-
-
-def _add_beside_quietly(plan: ConvertPlan) -> None:
-    """Keep the model's side files where the source has some."""
-    for part in plan.models:
-        plan.laid.files = {**_beside(_side_files(plan), part), **plan.laid.files}
+    add_beside(plan)

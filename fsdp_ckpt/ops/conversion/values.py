@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fsdp_ckpt.catalog import Encoding, ObjectEntry, TensorEntry
+from fsdp_ckpt.catalog import Encoding, ObjectEntry, Part, Role, TensorEntry
 from fsdp_ckpt.codec.tensors import TORCH
 from fsdp_ckpt.codec.torchzip import open_archive
-from fsdp_ckpt.errors import Incompatible, MalformedFile
+from fsdp_ckpt.errors import FsdpCkptError, Incompatible, MalformedFile
 from fsdp_ckpt.layouts.torch_file import open_torch_value
 from fsdp_ckpt.store.local import LocalStore
+from fsdp_ckpt.units import format_size
 
 if TYPE_CHECKING:
     from fsdp_ckpt.run.sources import Sources
 
-__all__ = ["expand", "load_value", "read_small_tensor"]
+__all__ = ["expand", "load_value", "read_small_tensor", "unreadable"]
 
-_MAX_COMPRESSED = 64 << 20
+_MAX_EXPANDED = 64 << 20
 _SMALL_BYTES = 1 << 16
 
 
@@ -45,6 +47,25 @@ def load_value(entry: ObjectEntry, store: LocalStore) -> Any:
     return open_torch_value(store, entry.file)
 
 
+def unreadable(parts: Iterable[Part], store: LocalStore) -> list[str]:
+    """Return a warning for each small file that is copied as it is although nothing could be read in it.
+
+    Args:
+        parts: Schedulers, random states and the like; others are not looked at.
+        store: Their files.
+    """
+    found = []
+    for part in parts:
+        if part.tensors or part.dialect != "torch-file" or part.role in (Role.MODEL, Role.OPTIMIZER):
+            continue
+        for entry in part.objects.values():
+            try:
+                load_value(entry, store)
+            except FsdpCkptError as error:
+                found.append(f"{entry.file} is copied as it is, but cannot be read: {error.message}")
+    return found
+
+
 def read_small_tensor(entry: TensorEntry, sources: Sources) -> bytes:
     """Return the elements of a tensor that lies in one piece, such as a learning rate that is a tensor.
 
@@ -69,7 +90,7 @@ def expand(data: bytes, where: str) -> bytes:
 
     Raises:
         MalformedFile: It is broken.
-        Incompatible: zstandard is not installed.
+        Incompatible: zstandard is not installed, or it is more than that.
     """
     try:
         import zstandard
@@ -77,6 +98,13 @@ def expand(data: bytes, where: str) -> bytes:
         raise Incompatible(f"{where} is compressed with zstd", hint="pip install 'fsdp-ckpt[zstd]'") from None
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
-            return bytes(stream.read(_MAX_COMPRESSED))
+            found = bytes(stream.read(_MAX_EXPANDED + 1))
     except zstandard.ZstdError as error:
         raise MalformedFile(f"{where}: broken zstd stream: {error}") from None
+    if len(found) > _MAX_EXPANDED:
+        raise Incompatible(
+            f"{where} is compressed with zstd, and more than {format_size(_MAX_EXPANDED)} when expanded: a value of "
+            "this size is not read",
+            hint="load it with torch, and save it without compression",
+        )
+    return found

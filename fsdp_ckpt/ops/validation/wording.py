@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from fsdp_ckpt.catalog import Problem, Severity, Shape
 from fsdp_ckpt.findings import KINDS
+from fsdp_ckpt.units import counted
 
 __all__ = ["capped", "counted", "few", "finding", "rank_ranges", "shape_text"]
 
@@ -47,16 +48,6 @@ def few(names: Collection[str]) -> str:
     """
     shown = ", ".join(f"`{name}`" for name in itertools.islice(names, _SHOWN))
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number of things.
-
-    Example:
-        >>> counted(1, "tensor"), counted(2, "tensor")
-        ('1 tensor', '2 tensors')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:

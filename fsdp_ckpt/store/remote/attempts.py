@@ -28,9 +28,11 @@ _PASSING_ERRNO = frozenset({errno.ECONNRESET, errno.ETIMEDOUT, errno.EPIPE, errn
 _PASSING_NAMES = (
     "timeout", "connectionerror", "connecterror", "readerror", "remoteprotocolerror", "incompleteread",
     "protocolerror", "clientpayloaderror", "serverdisconnected", "endpointconnectionerror", "clientoserror",
-    "clientconnectorerror",
+    "clientconnectorerror", "connectionclosed", "connectionreset", "remotedisconnected", "responsestreaming",
+    "chunkedencoding", "writeerror", "closeerror",
 )  # fmt: skip
-_REFUSED_ERRNO = errno.ECONNREFUSED
+_LEVELS = 5
+"""How far down exceptions are looked into."""
 
 
 def attempt(call: Callable[[], T], *, url: str, tries: int = _TRIES) -> T:
@@ -77,18 +79,31 @@ def status_of(error: BaseException) -> int | None:
 
 def is_passing(error: BaseException) -> bool:
     """Tell whether trying again may help."""
-    status = status_of(error)
-    if status is not None:
-        return status in _PASSING_STATUS
-    for one in (error, error.__cause__, error.__context__):
+    chain = (error, error.__cause__, error.__context__)
+    for one in chain:
         response = getattr(one, "response", None)
         if isinstance(response, dict) and response.get("Error", {}).get("Code") in _PASSING_CODES:
             return True
+    status = status_of(error)
+    if status is not None:
+        return status in _PASSING_STATUS
+    for one in chain:
         if isinstance(one, OSError) and one.errno in _PASSING_ERRNO:
             return True
         if one is not None and any(name in type(one).__name__.lower() for name in _PASSING_NAMES):
-            return not (isinstance(one, OSError) and one.errno == _REFUSED_ERRNO)
+            return not _is_refused(one)
     return isinstance(error, TimeoutError)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Tell whether nothing listens there; what says so is some levels down."""
+    for _ in range(_LEVELS):
+        if error is None:
+            return False
+        if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def explain(error: BaseException, url: str) -> Unreachable:
@@ -111,15 +126,20 @@ def explain(error: BaseException, url: str) -> Unreachable:
         return Unreachable(f"`{shown}`: {what}", hint=f"check the name; for a private one: {login}" if hub else login)
     if status == 403 or isinstance(error, PermissionError):
         return Unreachable(f"`{shown}`: access is denied{_said(error)}", hint=login)
+    if "ProfileNotFound" in name:
+        return Unreachable(f"`{shown}`: {redact(str(error))}", hint="check AWS_PROFILE")
     if status == 404 or "NotFound" in name:
-        return Unreachable(f"`{shown}` does not exist", hint="check the name, and the revision")
-    if "Offline" in name or os.environ.get("HF_HUB_OFFLINE") == "1":
+        return Unreachable(
+            f"`{shown}` does not exist", hint="check the name, and the revision" if hub else "check the name"
+        )
+    if "Offline" in name or (hub and os.environ.get("HF_HUB_OFFLINE") == "1"):
         return Unreachable(f"`{shown}`: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE")
     if status == 429:
         return Unreachable(f"`{shown}`: too many requests in a short time", hint="wait some minutes, and try again")
     if status is not None:
         return Unreachable(f"`{shown}`: the server answers with error {status}{_said(error)}", hint="try again later")
-    detail = redact(f"{name}: {error}".splitlines()[0][:300])
+    said = f"{name}: {error}".splitlines()
+    detail = redact(" ".join(said[: 2 if said[0].endswith(":") else 1])[:300])
     return Unreachable(f"`{shown}` cannot be reached: {detail}", hint="check the network, and try again")
 
 

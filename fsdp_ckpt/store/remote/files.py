@@ -12,9 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from fsdp_ckpt.errors import MalformedFile
+from fsdp_ckpt.errors import IncompleteCheckpoint, MalformedFile
 from fsdp_ckpt.store.remote.attempts import attempt
 from fsdp_ckpt.store.remote.mirrors import Traffic
+from fsdp_ckpt.store.remote.urls import scheme_of
 from fsdp_ckpt.store.syscalls import read_into, write_all
 
 __all__ = ["Held", "RangeCache", "RemoteFile"]
@@ -32,6 +33,10 @@ _CONNECTIONS = 8
 _GAP_BYTES = 64 << 10
 """Pieces that are nearer to each other than this are fetched together."""
 
+_TRIES = 6
+_HUB_TRIES = 2
+"""huggingface_hub itself tries up to six times, with pauses of some 20 s together."""
+
 Fetch = Callable[[str, int, int], bytes]
 """Returns bytes ``[start, stop)`` of a file."""
 
@@ -48,6 +53,7 @@ class RangeCache:
         self._fetch = fetch
         self.url = url
         self.traffic = Traffic()
+        self._tries = _HUB_TRIES if scheme_of(url) == "hf" else _TRIES
         self._pages: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._windows: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
@@ -58,9 +64,15 @@ class RangeCache:
 
         Raises:
             Unreachable: It cannot be had.
+            IncompleteCheckpoint: The file has gone since it was listed.
             MalformedFile: The file has become shorter.
         """
-        data = attempt(lambda: self._whole(path, start, stop), url=self.url)
+        try:
+            data = attempt(lambda: self._whole(path, start, stop), url=self.url, tries=self._tries)
+        except FileNotFoundError as error:
+            raise IncompleteCheckpoint(
+                f"`{self.url}`: {path} was removed while it was being read", hint="run the same command again"
+            ) from error
         with self._lock:
             self.traffic.requests += 1
             self.traffic.num_bytes += len(data)
@@ -111,9 +123,11 @@ class RangeCache:
             missing = sorted(number for number in wanted if (path, number) not in self._pages)
             for number in wanted.difference(missing):
                 self._pages.move_to_end((path, number))
+        del missing[_MAX_PAGES:]  # more would not be kept
         runs: list[tuple[int, int]] = []
         for number in missing:
-            if runs and (number - runs[-1][1]) * _PAGE_BYTES <= _GAP_BYTES:
+            is_near = runs and (number - runs[-1][1]) * _PAGE_BYTES <= _GAP_BYTES
+            if is_near and (number + 1 - runs[-1][0]) * _PAGE_BYTES <= _WINDOW_BYTES:
                 runs[-1] = (runs[-1][0], number + 1)
             else:
                 runs.append((number, number + 1))
@@ -179,6 +193,13 @@ class RangeCache:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="fsdp-ckpt-remote")
         return self._pool.submit(call, *arguments)
+
+    def begin_anew(self) -> None:
+        """Forget everything, in a forked process: the threads that fetch, and hold the lock, are not in it."""
+        self._lock = threading.Lock()
+        self._pool = None
+        self._pages.clear()
+        self._windows.clear()
 
     def close(self) -> None:
         """Let go of everything."""

@@ -39,7 +39,7 @@ class Traffic:
 
 
 def add_mirror(made: Mirror) -> None:
-    """Keep a mirror; the oldest goes when there are many."""
+    """Keep a mirror; the one that was not used for longest goes when there are many."""
     with _LOCK:
         _MIRRORS[str(made.top)] = made
         old = [_MIRRORS.popitem(last=False)[1] for _ in range(len(_MIRRORS) - _MAX_MIRRORS)]
@@ -62,7 +62,21 @@ def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
         return None
     text = os.fspath(path)
     with _LOCK:
-        return next((found for top, found in _MIRRORS.items() if text == top or text.startswith(top + "/")), None)
+        for top, found in _MIRRORS.items():
+            if text == top or text.startswith(top + "/"):
+                _MIRRORS.move_to_end(top)  # the one that goes first is the one that nobody has used for longest
+                return found
+    return None
+
+
+def _begin_anew() -> None:
+    """Go on in a forked process: what its parent's threads were doing, nobody does here."""
+    _LOCK.release()
+    for one in _MIRRORS.values():
+        one.begin_anew()
+
+
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_begin_anew)
 
 
 def has_mirrors() -> bool:

@@ -12,8 +12,12 @@ from fsdp_ckpt.errors import UsageError
 __all__ = ["SCHEMES", "is_url", "local_path", "open_file_system", "redact", "scheme_of"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_CREDENTIALS = re.compile(
+    r"(?<=://)(?!arn:|[^/:@\s]*:\d+(?:[/\s]|$))[^/:@\s]*:[^@\s]*@"  # a secret may have a slash in it
+    r"|(?<!abfs://)(?<!az://)(?<=://)[^/@\s]+@"  # before the @ of these is the container
+)
 _SECRET = re.compile(r"([?&](?:[^=&\s]*(?:sig|token|secret|credential|password|key)[^=&\s]*)=)[^&\s]+", re.IGNORECASE)
+_TOKEN = re.compile(r"(\b(?:Bearer|Basic)\s+|(?<![A-Za-z0-9_/])hf_)[A-Za-z0-9+/=._-]{14,}", re.IGNORECASE)
 
 SCHEMES: Mapping[str, tuple[str, str]] = {
     "hf": ("huggingface_hub", "huggingface_hub"),
@@ -55,7 +59,7 @@ def redact(text: str) -> str:
         >>> redact("s3://key:secret@bucket/x?X-Amz-Signature=ab")
         's3://bucket/x?X-Amz-Signature=…'
     """
-    return _SECRET.sub(r"\1…", _CREDENTIALS.sub("", text))
+    return _TOKEN.sub(r"\1…", _SECRET.sub(r"\1…", _CREDENTIALS.sub("", text)))
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
@@ -64,12 +68,18 @@ def open_file_system(url: str) -> tuple[Any, str]:
     Credentials are where its library looks for them: environment, configuration files, the hub's login.
 
     Raises:
-        UsageError: The scheme is unknown, or its package is not installed.
+        UsageError: The scheme is unknown, its package is not installed, or there are credentials in the URL.
     """
     scheme = scheme_of(url) or ""
+    url = scheme + url[len(scheme) :]
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise UsageError(f"`{redact(url)}`: the scheme `{scheme}` is not supported", hint=f"known: file://, {known}")
+    if _CREDENTIALS.search(url):
+        raise UsageError(
+            f"`{redact(url)}` was given with credentials in it, which end up in histories and logs",
+            hint="leave them out; they are taken from the environment, and from where the store's own tools keep them",
+        )
     package, requirement = SCHEMES[scheme]
     try:
         importlib.import_module(package)

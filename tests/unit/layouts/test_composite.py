@@ -95,11 +95,12 @@ def test_a_broken_full_optimizer_is_reported(tmp_path: Path) -> None:
 
 
 def test_several_models_and_optimizers(tmp_path: Path) -> None:
+    src = tmp_path / "src"
     for number in range(2):
-        save_dcp(tmp_path / f"pytorch_model_fsdp_{number}", {"model": {"w": WEIGHT + number}}, ranks=1)
+        save_dcp(src / f"pytorch_model_fsdp_{number}", {"model": {"w": WEIGHT + number}}, ranks=1)
     with pytest.raises(FsdpCkptError, match="holds 2 models"):
-        merge(tmp_path, tmp_path / "out")
-    merge(tmp_path, tmp_path / "out", part="pytorch_model_fsdp_1")
+        merge(src, tmp_path / "out")
+    merge(src, tmp_path / "out", part="pytorch_model_fsdp_1")
     assert_same(read_safetensors(tmp_path / "out"), {"w": WEIGHT + 1})
 
 

@@ -110,13 +110,15 @@ def shard(folder: Path, number: int, tensor: torch.Tensor, info: Any) -> None:
 
 def test_pieces_of_torchs_writer(tmp_path: Path) -> None:
     whole = torch.arange(21.0).reshape(7, 3)
-    shard(tmp_path, 1, whole[:4].clone(), {"w": {"saved_offsets": [0, 0]}})
-    shard(tmp_path, 2, whole[4:].clone(), {"w": {"saved_offsets": [4, 0]}})
-    assert not problems(tmp_path)
-    merge(tmp_path, tmp_path / "out")
+    src = tmp_path / "src"
+    src.mkdir()
+    shard(src, 1, whole[:4].clone(), {"w": {"saved_offsets": [0, 0]}})
+    shard(src, 2, whole[4:].clone(), {"w": {"saved_offsets": [4, 0]}})
+    assert not problems(src)
+    merge(src, tmp_path / "out")
     assert_same(read_safetensors(tmp_path / "out"), {"w": whole})
-    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    assert {problem.severity for problem in problems(tmp_path).values()} == {Severity.ERROR}
+    (src / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    assert {problem.severity for problem in problems(src).values()} == {Severity.ERROR}
 
 
 INFO: dict[str, Any] = {

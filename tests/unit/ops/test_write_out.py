@@ -127,16 +127,18 @@ def test_a_storage_of_several_tensors_is_compared_as_a_whole(tmp_path: Path) -> 
 def test_a_replica_takes_the_place_of_a_damaged_record_everywhere(tmp_path: Path) -> None:
     """Each of four ranks gets a piece of it; the second one to look must not take it for sound."""
     tensor = torch.arange(4000, dtype=torch.int32).reshape(400, 10)
+    src = tmp_path / "src"
+    src.mkdir()
     for rank in range(2):
-        torch.save({"w": tensor}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
-    sound = tree(tmp_path)
-    (tmp_path / "model_world_size_2_rank_0.pt").write_bytes(
+        torch.save({"w": tensor}, src / f"model_world_size_2_rank_{rank}.pt")
+    sound = tree(src)
+    (src / "model_world_size_2_rank_0.pt").write_bytes(
         sound["model_world_size_2_rank_0.pt"].replace(full_bits(tensor[200:300]), full_bits(tensor[200:300] + 1))
     )
     for jobs in (1, 4):
         for columns in ([], ["w=1"]):
             out = tmp_path / "out"
-            report = convert(tmp_path, out, to="dcp", world_size=4, placements=columns, jobs=jobs, overwrite=True)
+            report = convert(src, out, to="dcp", world_size=4, placements=columns, jobs=jobs, overwrite=True)
             assert_same(read_dcp(out)[0], {"w": tensor})
             assert report.recovered
 
@@ -195,27 +197,20 @@ def test_the_source_is_never_the_destination(src: Path, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_result_within_the_source_is_no_part_of_the_next_one(src: Path) -> None:
-    (src / "config.json").write_text("{}")
-    wanted = {".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "config.json"}
-    for _ in range(2):
-        reshard(src, src / "resharded", 3, overwrite=True)
-        assert tree(src / "resharded").keys() == wanted
-    (src / "huggingface").mkdir()
-    (src / "huggingface" / "tokenizer.json").write_text("{}")
-    reshard(src, src.parent / "beside", 3)
-    assert tree(src.parent / "beside").keys() == wanted | {"huggingface/tokenizer.json"}
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_is_never_within_the_source(way: str, src: Path, tmp_path: Path) -> None:
+    before = tree(tmp_path)
+    for wrong in (src / "out", src / "a" / "b", tmp_path / "src" / "." / "out"):
+        with pytest.raises(UsageError, match="lies within the checkpoint itself") as caught:
+            WAYS[way](src, wrong)
+        assert f"{src} {src}-" in str(caught.value.hint)
+    assert tree(tmp_path) == before
 
 
-def test_a_result_within_a_folder_of_folders_is_no_part_of_the_next_one(src: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-5"
-    shutil.copytree(src, folder / "pytorch_model_fsdp_0")
-    torch.save({"rank": 0}, folder / "random_states_0.pkl")
-    for _ in range(2):
-        report = reshard(folder, folder / "resharded", 3, overwrite=True)
-        names = {Path(name).parts[0] for name in tree(folder / "resharded")}
-        assert names == {"pytorch_model_fsdp_0", "random_states_0.pkl"}
-        assert report.left == []
+def test_a_result_may_be_beside_a_file_that_is_the_source(tmp_path: Path) -> None:
+    torch.save(MODEL, tmp_path / "m.pt")
+    convert(tmp_path / "m.pt", tmp_path / "out", to="dcp", fsync=False)
+    assert_same(read_dcp(tmp_path / "out")[0], MODEL)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(

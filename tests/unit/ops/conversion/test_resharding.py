@@ -163,10 +163,13 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
 
 
-def test_a_placement_that_fits_nothing_is_said(tmp_path: Path) -> None:
+def test_a_placement_that_fits_nothing_is_refused(tmp_path: Path) -> None:
     src = save_dcp(tmp_path / "src", STATES["model"])
-    report = reshard(src, tmp_path / "out", 2, placements=["layers.0.v=1"], fsync=False)
-    assert report.warnings == ["--placement layers.0.v: no tensor has such a name"]
+    for wrong in (["layers.0.v=1"], ["*=0", "layers.0.w=1"]):
+        with pytest.raises(UsageError, match=rf"--placement {wrong[-1][:-2]}: no tensor has such a name, or an"):
+            reshard(src, tmp_path / "out", 2, placements=wrong)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
+    report = reshard(src, tmp_path / "out", 2, placements=["layers.0.w=1"], fsync=False)
     assert (report.world_size, report.mesh) == (2, (2,))
 
 

@@ -21,4 +21,4 @@ def test_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
         ("model", "pytorch_model_fsdp_0"), ("rng", "rank0.pt")
     ]  # fmt: skip
     assert torch.load(tmp_path / "out" / "rank0.pt") == {"from": "rng"}
-    assert report.left == ["dataloader (1 values): another `rank0.pt` is in the result already"]
+    assert report.left == ["dataloader (1 value): another `rank0.pt` is in the result already"]

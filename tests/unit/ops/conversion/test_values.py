@@ -105,3 +105,16 @@ def test_large_tensors_are_no_numbers(tmp_path: Path) -> None:
     entry = TensorEntry(key="lr", name="lr", dtype=DTYPES["float32"], shape=shape, chunks=(chunk,))
     with Sources(tmp_path) as sources, pytest.raises(Incompatible, match=r"`lr` is a tensor of shape \(100000,\)"):
         read_small_tensor(entry, sources)
+
+
+def test_a_stream_that_holds_more_than_is_read_is_refused_not_cut() -> None:
+    import zstandard
+
+    limit = 64 << 20
+    for extra in (0, 1, 5 << 20):
+        stream = zstandard.ZstdCompressor(level=1).compress(bytes(limit + extra))
+        if not extra:
+            assert len(expand(stream, "f (`x`)")) == limit
+            continue
+        with pytest.raises(Incompatible, match=r"f \(`x`\) .* more than 67\.1 MB when expanded"):
+            expand(stream, "f (`x`)")

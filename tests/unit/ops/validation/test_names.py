@@ -88,12 +88,14 @@ def test_adapters_that_peft_would_not_match(tmp_path: Path) -> None:
     ],
 )
 def test_other_ways_to_miss_what_peft_looks_for(name: str, why: str, tmp_path: Path) -> None:
-    (problem,) = check_names(read_checkpoint(full(tmp_path / "adapter_model.safetensors", {name: (2, 6)})))
+    src = tmp_path / "src"
+    src.mkdir()
+    (problem,) = check_names(read_checkpoint(full(src / "adapter_model.safetensors", {name: (2, 6)})))
     assert (problem.code, problem.severity, problem.where) == ("adapter-prefix", "warning", name)
     assert why in problem.message
     # The command that is named mends it.
     assert shlex.split(KINDS["adapter-prefix"].command) == shlex.split("fsdp-ckpt convert {path} OUT --to adapter")
-    fsdp_ckpt.convert(tmp_path, tmp_path / "OUT", to="adapter")
+    fsdp_ckpt.convert(src, tmp_path / "OUT", to="adapter")
     assert list(check_names(read_checkpoint(tmp_path / "OUT"))) == []
 
 

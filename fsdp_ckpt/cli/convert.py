@@ -38,7 +38,7 @@ Sources = Annotated[
         "of their own.",
     ),
 ]
-Output = Annotated[str, typer.Argument(metavar="DST", help="Folder to make.")]
+Output = Annotated[str, typer.Argument(metavar="DST", help="Folder to make, or a URL.")]
 WorldSize = Annotated[int | None, typer.Option(help="Ranks to shard for.", show_default="as the source")]
 Mesh = Annotated[
     str | None, typer.Option(help="Grid of ranks, such as 2x4: the last dimension shards, others replicate.")

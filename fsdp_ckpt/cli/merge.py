@@ -29,7 +29,7 @@ Sources = Annotated[
         "saved to disks of their own.",
     ),
 ]
-Output = Annotated[str, typer.Argument(metavar="OUT", help="Folder to make.")]
+Output = Annotated[str, typer.Argument(metavar="OUT", help="Folder to make, or a URL.")]
 
 
 @guard

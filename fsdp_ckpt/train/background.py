@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -114,6 +115,10 @@ class PendingSave:
         while not self._is_written and not self._ended.is_set():
             time.sleep(_FLUSH_EVERY_S)
 
+    def end(self) -> None:
+        """Wait until nothing of it goes on in the background any more; raises nothing."""
+        self._ended.wait()
+
     def is_own_thread(self) -> bool:
         """Tell whether it is what calls."""
         return threading.current_thread() is self._thread
@@ -135,9 +140,26 @@ class PendingSave:
 def start_save(save: PendingSave) -> None:
     """Let a save go on in the background; ``finish_pending`` has been called before."""
     global _pending  # noqa: PLW0603 - see above
+    _wait_at_exit()
     save.start()
     _pending = save
     _flush_on_sigterm()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let the end of the process wait for the save while threads may still be started, which uploads need.
+
+    The interpreter joins the save's own thread in any case, but only after it has forbidden that.
+    """
+    import concurrent.futures.thread  # noqa: F401 - what is registered after it is called before it
+
+    threading._register_atexit(_end_pending)  # type: ignore[attr-defined]  # as concurrent.futures does
+
+
+def _end_pending() -> None:
+    if _pending is not None:
+        _pending.end()
 
 
 def finish_pending() -> None:

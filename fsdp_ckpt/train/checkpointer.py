@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,16 +31,21 @@ from fsdp_ckpt.layouts.runs import Seen, own_values
 from fsdp_ckpt.plan.retention import Retention, choose_removed
 from fsdp_ckpt.store.leftovers import recover_replaced, remove_folder_soon, remove_leftovers
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.urls import is_url
 from fsdp_ckpt.train.background import PendingSave, finish_pending, flush_pending, host_memory
 from fsdp_ckpt.train.destination import local_path
 from fsdp_ckpt.train.hooks import Hooks, check_hooks
 from fsdp_ckpt.train.load import LoadReport, load_state
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.remote_run import RemoteRun
 from fsdp_ckpt.train.save import SaveReport, StateDictType, save_state, whole_step
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fsdp_ckpt")
+
+Candidate = tuple[str, Callable[[], bool]]
+"""A checkpoint, and what tells whether it is ours."""
 
 
 class Checkpointer:
@@ -51,7 +57,8 @@ class Checkpointer:
     count, and go; ``fsdp-ckpt prune --incomplete`` removes others.
 
     Args:
-        folder: The run's folder; made when missing.
+        folder: The run's folder; made when missing. Or its URL (``s3://bucket/run``), see ``save_state``: there a
+            checkpoint without a manifest is passed over, and nobody else may save to the same run.
         model: As for ``save_state``.
         optimizer: As for ``save_state``.
         scheduler: As for ``save_state``.
@@ -74,7 +81,7 @@ class Checkpointer:
 
     Raises:
         UsageError: ``keep`` below 1 or missing beside ``keep_every`` or ``keep_best``, a rule that cannot be read, or a
-            folder that is not local.
+            URL that cannot be saved to.
 
     Example:
         >>> with Checkpointer("run", model, optimizer, scheduler, keep=3) as checkpointer:  # doctest: +SKIP
@@ -108,7 +115,9 @@ class Checkpointer:
         self._retention = Retention.of(keep, keep_every, keep_best)
         self._seen: Seen = {}
         self._warned: set[str] = set()
-        self.folder = local_path(folder)
+        text = os.fspath(folder)
+        self._far = RemoteRun(text) if is_url(text) else None
+        self.folder: Path | str = local_path(text) if self._far is None else self._far.url
         self.keep = keep
         self._state: dict[str, Any] = {
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader, "scaler": scaler,
@@ -119,7 +128,9 @@ class Checkpointer:
         self._durable = durable
 
     def __repr__(self) -> str:
-        """Show folder and newest step."""
+        """Show folder and newest step; of a URL the URL."""
+        if isinstance(self.folder, str):
+            return f"Checkpointer({self.folder!r}, keep={self.keep})"
         steps = [step for step, _ in list_checkpoints(self.folder)] if self.folder.is_dir() else []
         newest = f"newest step {steps[0]}" if steps else "empty"
         return f"Checkpointer({str(self.folder)!r}, {newest}, keep={self.keep})"
@@ -145,9 +156,9 @@ class Checkpointer:
         if self._async_save:
             host_memory.release()
 
-    def path(self, step: int) -> Path:
-        """Return the folder of a step."""
-        return self.folder / f"step-{step}"
+    def path(self, step: int) -> Path | str:
+        """Return the folder of a step, or its URL."""
+        return self.folder / f"step-{step}" if isinstance(self.folder, Path) else f"{self.folder}/step-{step}"
 
     def save(self, step: int, *, values: Mapping[str, Any] | None = None) -> SaveReport | PendingSave:
         """Save ``step-N``, then remove checkpoints that no rule keeps. A collective.
@@ -194,20 +205,21 @@ class Checkpointer:
             IncompleteCheckpoint: There are checkpoints, but none of them can be used.
             UnsafePickle: The newest one asks for code; that is for you to look into.
             CheckpointNotFound: The newest one is whole, but lacks something that was asked for.
+            Unreachable: A URL that does not answer: then nothing is passed over.
             StateMismatch: The newest one is whole, but of another model.
         """
         finish_pending()
         ranks = Ranks(self._state["process_group"])
         doing = f"resuming from {self.folder}"
-        found = self._found(ranks, doing)
+        found = self._found_far(ranks, doing) if self._far is not None else self._found(ranks, doing)
         passed: list[str] = []
-        for place in found:
+        for place, is_own in found:
             try:
                 report = load_state(place, strict=strict, **{**self._state, **options})
             except (IncompleteCheckpoint, ChecksumMismatch, MalformedFile, UnknownLayout, CheckpointNotFound) as error:
-                if isinstance(error, CheckpointNotFound) and ranks.from_first((Path(place) / MANIFEST).is_file, doing):
+                if isinstance(error, CheckpointNotFound) and ranks.from_first(is_own, doing):
                     raise  # one of ours that is whole, and holds less than was asked for
-                passed.append(f"{Path(place).name}: {error}")
+                passed.append(f"{place.rpartition('/')[2]}: {error}")
                 if ranks.is_first:
                     _log.warning("passed over %s: %s", place, error)
                 continue
@@ -215,27 +227,38 @@ class Checkpointer:
         if passed:
             raise IncompleteCheckpoint(
                 f"`{self.folder}` holds no checkpoint that can be used: {'; '.join(passed)}",
-                hint=f"fsdp-ckpt validate {found[0]}; to begin anew, use another folder",
+                hint=f"fsdp-ckpt validate {found[0][0]}; to begin anew, use another folder",
             )
         if ranks.is_first:
-            _log.info("nothing to resume in %s", self.folder.absolute())
+            _log.info("nothing to resume in %s", self.folder if self._far else os.path.abspath(self.folder))
         return None
 
-    def _found(self, ranks: Ranks, doing: str) -> list[str]:
+    def _found_far(self, ranks: Ranks, doing: str) -> list[Candidate]:
+        """Return the checkpoints at the URL, newest first; the first rank lists them. A collective.
+
+        Raises:
+            Unreachable: They cannot be listed. That is no reason to begin anew.
+        """
+        far = self._far
+        assert far is not None
+        return [(url, partial(bool, is_own)) for url, is_own in ranks.from_first(far.candidates, doing)]
+
+    def _found(self, ranks: Ranks, doing: str) -> list[Candidate]:
         """Return the checkpoints that the first rank sees, newest first. A collective.
 
         Raises:
             IncompleteCheckpoint: It sees none, and another rank does: the disk of its node is new.
         """
         mine: list[str] = []
+        folder = Path(self.folder)
         with ranks.together(doing):
-            if self.folder.is_dir():
-                recover_replaced(self.folder)
+            if folder.is_dir():
+                recover_replaced(folder)
         with ranks.together(doing):  # now that no rank is at it any more, all see the same
-            mine = [str(path) for _, path in self._candidates()]
-            if ranks.is_first and self.folder.is_dir():
+            mine = [str(path) for _, path in self._candidates(folder)]
+            if ranks.is_first and folder.is_dir():
                 with suppress(OSError):  # what cannot be removed is in nobody's way
-                    remove_leftovers(self.folder)
+                    remove_leftovers(folder)
         rows = ranks.gather_all((platform.node(), mine), doing)
         host, found = rows[0]
         having = [(rank, other) for rank, (other, theirs) in enumerate(rows) if theirs]
@@ -245,19 +268,19 @@ class Checkpointer:
                 f"{having[0][0]}, it does",
                 hint="start the job on the nodes that saved it, or copy the folder of rank 0's node to this one",
             )
-        return found
+        return [(place, (Path(place) / MANIFEST).is_file) for place in found]
 
-    def _candidates(self) -> list[tuple[int, Path]]:
-        if not self.folder.is_dir():
-            if self.folder.exists():
-                raise UsageError(f"`{self.folder}` is a file", hint="a run needs a folder")
+    def _candidates(self, path: Path) -> list[tuple[int, Path]]:
+        if not path.is_dir():
+            if path.exists():
+                raise UsageError(f"`{path}` is a file", hint="a run needs a folder")
             return []
-        found = list_checkpoints(self.folder)
-        folder = Folder(LocalStore(self.folder))
+        found = list_checkpoints(path)
+        folder = Folder(LocalStore(path))
         if not found and (looks_composite(folder) or looks_like_dcp(folder)):
             raise UsageError(
-                f"`{self.folder}` is a checkpoint, not the folder of a run",
-                hint=f"Checkpointer({str(self.folder.parent)!r}, …), or load_state({str(self.folder)!r}, …)",
+                f"`{path}` is a checkpoint, not the folder of a run",
+                hint=f"Checkpointer({str(path.parent)!r}, …), or load_state({str(path)!r}, …)",
             )
         return found
 
@@ -276,7 +299,7 @@ class Checkpointer:
 
     def _own(self, step: int) -> dict[int, Mapping[str, object]]:
         """Return the values of our checkpoints that are whole, by step, when this step is in its place."""
-        return own_values(self.folder, self._seen, like=step)
+        return own_values(Path(self.folder), self._seen, like=step)
 
     def _unkept(self, nodes: Sequence[Mapping[int, Mapping[str, object]]], step: int) -> list[int]:
         """Return the steps up to one that no rule keeps."""
@@ -287,12 +310,12 @@ class Checkpointer:
         """Remove checkpoints of ours, each in one move: no half of one is seen. What cannot be removed stays."""
         for number in steps:
             try:
-                remove_folder_soon(self.path(number))
+                remove_folder_soon(Path(self.path(number)))
             except FileNotFoundError:  # somebody else prunes here, too
                 continue
             except OSError as error:
                 _log.warning("could not remove old checkpoints in %s: %s", self.folder, error)
-        remove_leftovers(self.folder)
+        remove_leftovers(Path(self.folder))
 
 
 class _Prune(Hooks):
@@ -305,7 +328,10 @@ class _Prune(Hooks):
         self._checkpointer = checkpointer
 
     def after_commit(self, report: SaveReport) -> None:
-        if not any(report.leaders) and report.step is not None:
+        far, step = self._checkpointer._far, report.step
+        if far is not None and step is not None:
+            far.prune(step, lambda own: self._checkpointer._unkept([own], step))
+        elif not any(report.leaders) and report.step is not None:
             own = self._checkpointer._own(report.step)
             self._checkpointer._remove(self._checkpointer._unkept([own], report.step))
 

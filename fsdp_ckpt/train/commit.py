@@ -22,7 +22,7 @@ from fsdp_ckpt.train.places import find_leaders, is_visible
 from fsdp_ckpt.train.ranks import Ranks, has_lost_touch
 from fsdp_ckpt.train.save_plan import SaveJob
 
-__all__ = ["commit"]
+__all__ = ["commit", "sizes_of", "write_files"]
 
 
 def commit(
@@ -53,13 +53,13 @@ def commit(
             sees_first = is_visible(Path(place) / token)
         leaders = find_leaders(target, sees_first, ranks, doing)
         if not any(leaders):
-            files, shared = _write(job, Path(place), ranks, durable=durable, doing=doing)
+            files, shared = write_files(job, Path(place), ranks, durable=durable, doing=doing)
             return ranks.from_first(lambda: _finish(job, staging[0], files, shared, durable=durable), doing), leaders
         with ranks.together(doing):
             if ranks.rank in leaders and not ranks.is_first:
                 _begin(staging, job, target, overwrite=overwrite)
         places = ranks.gather_all(str(staging[0].path) if staging else "", doing)
-        files, shared = _write(job, Path(places[leaders[ranks.rank]]), ranks, durable=durable, doing=doing)
+        files, shared = write_files(job, Path(places[leaders[ranks.rank]]), ranks, durable=durable, doing=doing)
         return _finish_everywhere(job, staging, files, shared, ranks, durable=durable, doing=doing), leaders
     except BaseException:
         for one in staging:
@@ -77,10 +77,17 @@ def _begin(staging: list[Staging], job: SaveJob, target: Path, *, overwrite: boo
             (staging[0].path / part.name).mkdir()
 
 
-def _write(
+def write_files(
     job: SaveJob, place: Path, ranks: Ranks, *, durable: bool, doing: str
 ) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
-    """Write what is each rank's own.
+    """Write what is each rank's own. A collective.
+
+    Args:
+        job: What is saved.
+        place: Where this rank writes; folders of parts are there already.
+        ranks: The ranks.
+        durable: Wait until the disk has it.
+        doing: For messages.
 
     Returns:
         On the first rank: the files of all, and the content of those that are yet to be written.
@@ -110,7 +117,7 @@ def _finish(
     _seal(staging, files, manifest, durable=durable)
     check_replaceable(staging.destination, overwrite=staging.overwrite)  # much may have happened meanwhile
     staging.publish(durable=durable)
-    return _sizes(files, manifest)
+    return sizes_of(files, manifest)
 
 
 def _seal(staging: Staging, files: Mapping[str, FileFacts], manifest: bytes, *, durable: bool) -> None:
@@ -167,8 +174,9 @@ def _finish_everywhere(
         raise
     for one in staging:
         one.forget_old()
-    return _sizes(files, manifest)
+    return sizes_of(files, manifest)
 
 
-def _sizes(files: Mapping[str, FileFacts], manifest: bytes) -> dict[str, int]:
+def sizes_of(files: Mapping[str, FileFacts], manifest: bytes) -> dict[str, int]:
+    """Return the size of every file of a checkpoint in bytes, the manifest's as well, by path."""
     return {path: size for path, (size, _) in sorted(files.items())} | {MANIFEST: len(manifest)}

@@ -11,6 +11,7 @@ from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite
 from fsdp_ckpt.layouts.manifest import MANIFEST, read_manifest
 from fsdp_ckpt.store.leftovers import is_backup, is_staging
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.mirrors import mirror_of
 
 __all__ = ["check_replaceable", "check_replaceable_model", "is_part_name", "local_path"]
 
@@ -59,7 +60,8 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
     if not _names(folder):
         return
     if not overwrite:
-        raise DestinationExists(f"`{destination}` exists", hint="pass overwrite=True to replace it in one step")
+        how = "" if mirror_of(destination) else " in one step"
+        raise DestinationExists(f"`{destination}` exists", hint=f"pass overwrite=True to replace it{how}")
     stranger = _stranger(folder)
     if stranger is not None:
         raise DestinationExists(

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_ckpt.store.remote.mirrors import shown
+from fsdp_ckpt.store.remote.places import speaks_urls
+from fsdp_ckpt.store.remote.urls import redact
 from fsdp_ckpt.train.background import finish_pending
 from fsdp_ckpt.train.hooks import Hooks, LoadEvent, check_hooks
 from fsdp_ckpt.train.load_plan import LoadJob, LoadOptions, LoadReport
@@ -28,6 +31,7 @@ __all__ = ["LoadReport", "load_state"]
 _log = logging.getLogger("fsdp_ckpt")
 
 
+@speaks_urls
 def load_state(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -60,7 +64,9 @@ def load_state(
     A fresh optimizer gets its full state, whether or not parameters have gradients.
 
     Args:
-        path: A checkpoint, or a folder of checkpoints of which the newest complete one is taken.
+        path: A checkpoint, or a folder of checkpoints of which the newest complete one is taken; or the URL of one
+            (``s3://bucket/run``). What a rank needs from there is fetched to a temporary folder first, where there is
+            room for it.
         model: A module, or a list or dictionary of them; names and order as when saving.
         optimizer: Likewise; matched by parameter names.
         scheduler: Likewise.
@@ -87,6 +93,7 @@ def load_state(
         CheckpointNotFound: There is none, or something that was asked for is not in it.
         IncompleteCheckpoint: It is not whole.
         ChecksumMismatch: It is damaged.
+        Unreachable: Nothing is at a URL, or it does not answer.
         UnsafePickle: A file in it asks for code; nothing was run.
         StateMismatch: Names or shapes differ; lists are in the exception.
         Incompatible: State that cannot be brought into the live objects.
@@ -100,7 +107,7 @@ def load_state(
     begun = time.monotonic()
     finish_pending()
     ranks = Ranks(process_group)
-    target = os.fspath(path)
+    target = redact(os.fspath(path))
     doing = f"loading {target}"
     with ranks.together(doing):
         subjects = Subjects.of(
@@ -128,11 +135,13 @@ def load_state(
         with ranks.together(doing):
             job = LoadJob(source, subjects, live, ranks, reader=reader, options=options)
             event = LoadEvent(
-                path=str(source.checkpoint.root), step=source.step, rank=ranks.rank, parts=sorted(job.used)
+                path=shown(source.checkpoint.root), step=source.step, rank=ranks.rank, parts=sorted(job.used)
             )
             for hook in hooks:
                 hook.before_load(event)
             job.compare(event)
+            if source.far is not None:
+                source.far.fetch(job.spans())
             if source.remote is None:
                 job.verify()
         if source.remote is not None:

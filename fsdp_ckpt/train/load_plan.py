@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_ckpt.catalog import Chunk, Part, Role, Shape, TensorEntry
+from fsdp_ckpt.catalog import Chunk, Encoding, Part, Role, Shape, TensorEntry
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.plan.boxes import Box, intersect
 from fsdp_ckpt.train.full import nest
@@ -269,6 +269,22 @@ class LoadJob:
             for chunk in entry.chunks
             if any(intersect((chunk.offsets, chunk.lengths), box) is not None for box in boxes)
         ]
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """Return the ranges of files that will be read as a whole, once everything has been compared.
+
+        Of a record without a checksum only those rows are read that are wanted, which may be few.
+        """
+        found = []
+        for entry, boxes in self._wanted:
+            for chunk in entry.chunks:
+                whole = (chunk.offsets, chunk.lengths)
+                shared = [inner for box in boxes if (inner := intersect(whole, box)) is not None]
+                is_checked = self._options.verify and (chunk.crc32 is not None or chunk.encoding is not Encoding.RAW)
+                if shared and (is_checked or whole in shared):
+                    start, stop = (is_checked and chunk.crc_range) or (chunk.start, chunk.stop)
+                    found.append((chunk.file, min(start, chunk.start), max(stop, chunk.stop)))
+        return found
 
     def verify(self) -> None:
         """Raise for everything that is damaged; nothing is changed yet."""

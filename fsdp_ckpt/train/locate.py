@@ -19,8 +19,11 @@ from fsdp_ckpt.layouts.manifest import MANIFEST, Manifest, Member, check_files, 
 from fsdp_ckpt.layouts.registry import list_checkpoints, read_checkpoint
 from fsdp_ckpt.store.leftovers import recover_replaced
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.mirrors import mirror_of, shown
+from fsdp_ckpt.store.remote.urls import is_url
 from fsdp_ckpt.train.ranks import Ranks
 from fsdp_ckpt.train.remote_files import RemoteFiles, find_remote
+from fsdp_ckpt.train.remote_source import FarFiles
 
 __all__ = ["Source", "by_rank", "open_source", "refuse_faults"]
 
@@ -39,6 +42,7 @@ class Source:
         warnings: What was passed over on the caller's behalf.
         path: Where it is: the folder, or the file that was given.
         remote: What hands over files of other nodes, where nodes have disks of their own.
+        far: What fetches files, where the checkpoint is at a URL.
     """
 
     checkpoint: Checkpoint
@@ -46,11 +50,13 @@ class Source:
     warnings: Sequence[str]
     path: str
     remote: RemoteFiles | None = None
+    far: FarFiles | None = None
 
     def close(self) -> None:
-        """Remove what was fetched from other nodes."""
-        if self.remote is not None:
-            self.remote.close()
+        """Remove what was fetched from elsewhere."""
+        for source in (self.remote, self.far):
+            if source is not None:
+                source.close()
 
     @property
     def world_size(self) -> int | None:
@@ -158,8 +164,11 @@ def open_source(path: str | os.PathLike[str], ranks: Ranks, doing: str) -> Sourc
     Raises:
         CheckpointNotFound: Nothing is there.
         IncompleteCheckpoint: The checkpoint that was asked for is not whole.
+        Unreachable: Nothing is at a URL, or it does not answer.
     """
     text = os.fspath(path)
+    if is_url(text):
+        return _open_far(text, ranks, doing)
     kept: list[Checkpoint] = []
 
     def choose() -> tuple[str, bool, list[str]]:
@@ -189,10 +198,38 @@ def open_source(path: str | os.PathLike[str], ranks: Ranks, doing: str) -> Sourc
     )
 
 
+def _open_far(url: str, ranks: Ranks, doing: str) -> Source:
+    """Read the catalog of a checkpoint at a URL. A collective."""
+    kept: list[Checkpoint] = []
+
+    def choose(place: Path) -> tuple[Path, list[str]]:
+        chosen, found, warnings = _choose(str(place))
+        if found is not None:
+            kept.append(found)
+        return Path(chosen), warnings
+
+    far, warnings = FarFiles.open(url, choose, ranks, doing)
+    manifest: Manifest | None = None
+    try:
+        with ranks.together(doing):
+            far.fetch_index()
+            if far.path.is_dir():
+                manifest = read_manifest(Folder(LocalStore(far.path)))
+                _check_index_files(far.path, manifest)
+                _refuse_stamps(far.path, far.check_stamps(manifest, ranks))
+            checkpoint = kept[0] if kept else read_checkpoint(far.path)
+    except BaseException:
+        far.close()
+        raise
+    path = far.url if far.path.is_file() else shown(checkpoint.root)
+    return Source(checkpoint=checkpoint, manifest=manifest, warnings=warnings, path=path, far=far)
+
+
 def _choose(text: str) -> tuple[str, Checkpoint | None, list[str]]:
     """Return which checkpoint a path leads to, its catalog where it had to be read for that, and what to warn of."""
     folder = Path(text.removeprefix("file://"))
-    for place in (folder.parent, folder):
+    is_far = mirror_of(folder) is not None
+    for place in () if is_far else (folder.parent, folder):
         if place.is_dir() and not (place / MANIFEST).is_file():
             recover_replaced(place)
     if (folder / MANIFEST).is_file():
@@ -200,7 +237,7 @@ def _choose(text: str) -> tuple[str, Checkpoint | None, list[str]]:
     try:
         found = read_checkpoint(text)
     except IncompleteCheckpoint:
-        spread = _newest_spread(folder)
+        spread = None if is_far else _newest_spread(folder)
         if spread is None:
             raise
         _log.info("taking %s of %s, which lies on several nodes", spread.name, text)
@@ -209,7 +246,7 @@ def _choose(text: str) -> tuple[str, Checkpoint | None, list[str]]:
     if found.chosen is None:
         return text, found, warnings
     if found.chosen != str(found.root):
-        _log.info("taking %s of %s", found.root.name, text)
+        _log.info("taking %s of %s", found.root.name, shown(text))
     return str(found.root), found, warnings
 
 
@@ -276,7 +313,11 @@ def _check_stamps(folder: Path, manifest: Manifest | None, ranks: Ranks) -> None
         return
     folders = sorted(below.folders) if manifest is None else ()
     files = [f"{name}/{file}" for name in folders for file in below.sub(name).files]
-    found = next(check_stamps(below, manifest, files), None)
+    _refuse_stamps(folder, check_stamps(below, manifest, files))
+
+
+def _refuse_stamps(folder: Path, problems: Iterable[Problem]) -> None:
+    found = next(iter(problems), None)
     if found is not None:
         raise IncompleteCheckpoint(
             f"`{folder}`: {found.where} {found.message}",

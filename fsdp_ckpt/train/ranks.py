@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_ckpt import errors
 from fsdp_ckpt.errors import FsdpCkptError, NotEnoughSpace, RankFailed, StateMismatch, UnsafePickle, UsageError
+from fsdp_ckpt.store.remote.mirrors import with_urls
 
 __all__ = ["Failure", "Ranks", "has_lost_touch"]
 
@@ -226,19 +227,20 @@ def _raise(agreed: FsdpCkptError, own: BaseException | None) -> NoReturn:
 
 def _pack(error: BaseException) -> Failure:
     if isinstance(error, FsdpCkptError):
+        hint = None if error.hint is None else with_urls(error.hint)  # each rank has a mirror of its own
         packed: Failure = {
-            "class": type(error).__name__, "message": error.message, "hint": error.hint, "foreseen": True,
+            "class": type(error).__name__, "message": with_urls(error.message), "hint": hint, "foreseen": True,
         }  # fmt: skip
         if isinstance(error, StateMismatch):
             packed |= {name: getattr(error, name) for name in ("missing", "unexpected", "mismatched")}
         if isinstance(error, UnsafePickle):
-            packed |= {"name": error.name, "where": error.where}
+            packed |= {"name": error.name, "where": with_urls(error.where)}
         return packed
     kind, hint = "RankFailed", None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         kind = NotEnoughSpace.__name__
         hint = "make room on that disk; checkpoints are removed after a save, so there must be room for one more"
-    message = f"{type(error).__name__}: {_first_line(error)}"
+    message = with_urls(f"{type(error).__name__}: {_first_line(error)}")
     return {"class": kind, "message": message, "hint": hint, "foreseen": False}
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_ckpt.errors import FsdpCkptError, UsageError
+from fsdp_ckpt.store.remote.urls import is_url, redact
 from fsdp_ckpt.train.background import PendingSave, background_ranks, finish_pending, host_memory, start_save
 from fsdp_ckpt.train.commit import commit
 from fsdp_ckpt.train.destination import local_path
@@ -22,6 +23,8 @@ from fsdp_ckpt.train.hooks import Hooks, SaveEvent, check_hooks
 from fsdp_ckpt.train.modules import LiveModel, collect_model, refuse_meta, settle
 from fsdp_ckpt.train.parts import encode_values, unite_groups
 from fsdp_ckpt.train.ranks import Ranks
+from fsdp_ckpt.train.remote_commit import commit_remote
+from fsdp_ckpt.train.remote_objects import check_url
 from fsdp_ckpt.train.report import SaveReport
 from fsdp_ckpt.train.save_plan import SaveJob
 from fsdp_ckpt.train.snapshot import snapshot
@@ -130,7 +133,9 @@ def save_state(
     no tensor travels between ranks. Saving before the first optimizer step is fine.
 
     Args:
-        path: Folder of the checkpoint. Where nodes have disks of their own, each gets the files of its ranks.
+        path: Folder of the checkpoint. Where nodes have disks of their own, each gets the files of its ranks. Or a URL
+            (``s3://bucket/run/step-100``): each rank writes its files to a temporary folder and uploads them, and the
+            manifest is the last object. A checkpoint that is replaced there is gone as soon as uploading begins.
         model: A module (FSDP1, FSDP2, DDP, tensor-parallel or plain), or a list or dictionary of them.
         optimizer: One, a list or a dictionary. Which model an optimizer belongs to follows from its parameters.
         scheduler: Learning rate schedulers, likewise.
@@ -146,7 +151,7 @@ def save_state(
             may step at once. One save is under way at a time: the next call waits for it, and raises its error. The
             process waits for it at its end, and on SIGTERM where no handler of yours is set.
         overwrite: Replace a checkpoint at ``path``, in one step. Any other folder with content is never replaced.
-        durable: Return only when the disk has everything.
+        durable: Return only when the disk has everything; a store always has.
         hooks: Called before and after.
         process_group: The ranks that save together; None for all.
 
@@ -156,6 +161,7 @@ def save_state(
     Raises:
         DestinationExists: Something else is at ``path``, or somebody else is writing to it.
         NotEnoughSpace: The disk is full; the message names the rank.
+        Unreachable: A URL that does not answer, or not to us.
         Incompatible: State that could not be loaded again.
         UsageError: Arguments that contradict each other.
         RankFailed: A rank failed or died.
@@ -168,17 +174,22 @@ def save_state(
     try:
         finish_pending()
     except FsdpCkptError as error:
-        error.hint = f"{f'{error.hint}; ' if error.hint else ''}the save of {path} was not begun: call it again"
+        shown = redact(os.fspath(path))
+        error.hint = f"{f'{error.hint}; ' if error.hint else ''}the save of {shown} was not begun: call it again"
         raise
     ranks = Ranks(process_group)
     ranks.refuse_strangers()
-    target = os.fspath(path).removeprefix("file://")
+    text = os.fspath(path).removeprefix("file://")
+    target = redact(text).rstrip("/") if is_url(text) else text
     doing = f"saving {target}"
     with ranks.together(doing):
         step = whole_step(step)
         if state_dict_type not in _TYPES:
             raise UsageError(f"state_dict_type {state_dict_type!r} is none of {', '.join(_TYPES)}")
-        local_path(target)
+        if is_url(text):
+            check_url(text)
+        else:
+            local_path(text)
         check_hooks(hooks)
         subjects = Subjects.of(
             model=model, optimizer=optimizer, scheduler=scheduler, dataloader=dataloader, objects=objects, scaler=scaler
@@ -202,7 +213,11 @@ def save_state(
     stopped_s = time.monotonic() - begun if async_save else None
 
     def write() -> SaveReport:
-        sizes, leaders = commit(job, Path(target), writers, overwrite=overwrite, durable=durable)
+        if is_url(text):
+            sizes: Mapping[str, int] = commit_remote(job, text, writers, overwrite=overwrite)
+            leaders: Sequence[int] = (0,) * writers.size
+        else:
+            sizes, leaders = commit(job, Path(text), writers, overwrite=overwrite, durable=durable)
         elapsed_s = time.monotonic() - begun
         return SaveReport(
             path=target,

@@ -90,12 +90,13 @@ def snapshot(parts: Sequence[PartState], memory: HostMemory) -> list[PartState]:
         size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
     devices = {tensor.device for tensor in pieces if tensor.device.type == "cuda"}
     buffer = memory.take(size, pinned=bool(devices))
+    seen: dict[int, Any] = {}
     copies = iter([_copy(tensor, buffer, start) for tensor, start in zip(pieces, starts, strict=True)])
     taken = [
         replace(
             part,
             tensors={place: _replaced(tensor, copies) for place, tensor in part.tensors.items()},
-            values={place: _detached(value) for place, value in part.values.items()},
+            values={place: _detached(value, seen) for place, value in part.values.items()},
         )
         for part in parts
     ]
@@ -114,16 +115,26 @@ def _replaced(tensor: LiveTensor, copies: Any) -> LiveTensor:
     return replace(tensor, pieces=[replace(piece, tensor=next(copies)) for piece in stored_pieces(tensor)])
 
 
-def _detached(value: Any) -> Any:
-    """Return a copy of a value, containers and arrays in it as well; instances of classes stay what they are."""
+def _detached(value: Any, seen: dict[int, Any]) -> Any:
+    """Return a copy of a value, containers and arrays in it as well; instances of classes stay what they are.
+
+    Args:
+        value: The value.
+        seen: Copies by the identity of what they are of: what stands in several places does so in the copy, too.
+    """
+    if id(value) in seen:
+        return seen[id(value)]
+    copied = value
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
+        copied = value.detach().clone()
+    elif isinstance(value, np.ndarray):
+        copied = value.copy()
+    elif isinstance(value, dict):
         copied = copy.copy(value)
-        copied.update({key: _detached(item) for key, item in value.items()})
-        return copied
-    if type(value) in (list, tuple, set):
-        return type(value)(map(_detached, value))
-    return value
+        copied.update({key: _detached(item, seen) for key, item in value.items()})
+    elif type(value) in (list, tuple, set):
+        copied = type(value)(_detached(item, seen) for item in value)
+    else:
+        return value
+    seen[id(value)] = copied
+    return copied

@@ -26,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 _UPSTREAM_S = 60
+_SETTLE_S = 2
 _PIECE_BYTES = 1 << 16
 
 
@@ -145,16 +146,15 @@ class Proxy:
     Args:
         host: Of the server behind it.
         port: Of the server behind it.
-
-    Attributes:
-        requests: All that came since the last ``clear``, in the order in which they were answered.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.upstream = (host, port)
-        self.requests: list[Request] = []
+        self._requests: list[Request] = []
         self._rules: list[_Rule] = []
         self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._num_open = 0
         self._server = _Server(self)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="proxy", daemon=True)
         self._thread.start()
@@ -163,6 +163,16 @@ class Proxy:
     def url(self) -> str:
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that came since the last ``clear``, in the order in which they were answered.
+
+        A client may have an answer before the proxy has counted it, so this waits, but never long.
+        """
+        with self._settled:
+            self._settled.wait_for(lambda: not self._num_open, timeout=_SETTLE_S)
+            return list(self._requests)
 
     def fail(
         self, fault: Fault, *, when: Callable[[Request], bool] = reads, after: int = 0, times: float = float("inf")
@@ -187,7 +197,7 @@ class Proxy:
         """Forget faults and counts."""
         self.heal()
         with self._lock:
-            self.requests.clear()
+            self._requests.clear()
 
     @property
     def sent_bytes(self) -> int:
@@ -203,8 +213,10 @@ class Proxy:
         self._server.server_close()
         self._thread.join(timeout=10)
 
-    def fault_for(self, request: Request) -> Fault | None:
+    def begin(self, request: Request) -> Fault | None:
+        """Return what is to be done to a request that has come."""
         with self._lock:
+            self._num_open += 1
             for rule in self._rules:
                 if not rule.when(request):
                     continue
@@ -215,9 +227,11 @@ class Proxy:
                     return rule.fault
         return None
 
-    def note(self, request: Request) -> None:
-        with self._lock:
-            self.requests.append(request)
+    def end(self, request: Request) -> None:
+        with self._settled:
+            self._num_open -= 1
+            self._requests.append(request)
+            self._settled.notify_all()
 
 
 @contextlib.contextmanager
@@ -256,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         began, body = time.monotonic(), self._body()
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(self.command, self.path, headers, len(body), 0, 0, began, None)
-        fault = self.server.proxy.fault_for(request)
+        fault = self.server.proxy.begin(request)
         status = sent_bytes = 0
         try:
             if isinstance(fault, Reset):
@@ -271,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 sent_bytes = self._answer(status, head, content, fault)
         finally:
-            self.server.proxy.note(
+            self.server.proxy.end(
                 Request(self.command, self.path, headers, len(body), status, sent_bytes, began, fault)
             )
 

@@ -95,3 +95,10 @@ def test_a_server_that_stays_in_trouble_is_given_up(tmp_path: Path, monkeypatch:
         with pytest.raises(Unreachable, match="503"):
             fsdp_ckpt.inspect("hf://owner/name")
         assert hub.count("resolve") <= 12
+
+
+def test_odd_names_beside_a_checkpoint_are_no_matter_of_it(bucket: Bucket) -> None:
+    bucket.put("run/step-1/model.safetensors", save({"weight": np.ones(3, np.float32)}))
+    for name in ("step-1", "n" * 300, "x//y"):
+        bucket.put(f"run/{name}", b"")
+    assert fsdp_ckpt.inspect(bucket.url("run/step-1")).parts[0].num_tensors == 1

@@ -132,6 +132,7 @@ def test_looking_at_two_gigabytes_fetches_less_than_a_megabyte(verb: str, served
         assert sum(len(part["tensors"]) for part in report["parts"]) == 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["inspect", "validate"])
 def test_what_is_fetched_does_not_depend_on_how_large_tensors_are(verb: str, served: Served, tmp_path: Path) -> None:
     fetched = {}
@@ -176,6 +177,7 @@ def check_merged(folder: Path, served: Served, keys: Sequence[str] = ("layers.0.
             assert torch.equal(opened.get_tensor(key).unique(), torch.tensor([float(key.split(".")[1])]))
 
 
+@pytest.mark.slow
 def test_a_merge_stays_within_its_memory_and_copies_nothing(served: Served, tmp_path: Path) -> None:
     dcp_folder(served.folder / "ck", megabytes=300)
     source_bytes = sum(file.stat().st_size for file in (served.folder / "ck").iterdir())
@@ -187,6 +189,7 @@ def test_a_merge_stays_within_its_memory_and_copies_nothing(served: Served, tmp_
     assert served.proxy.sent_bytes < 1.3 * source_bytes, "what was fetched ahead was thrown away"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "times"),
     # Resharding cuts records, and reads them a second time to compare their checksums.
@@ -205,6 +208,7 @@ def test_conversions_stay_within_their_memory(
     assert served.proxy.sent_bytes < times * source_bytes
 
 
+@pytest.mark.slow
 def test_reading_runs_ahead(served: Served, tmp_path: Path) -> None:
     """Where every answer takes long, a merge does not wait for one after the other."""
     from tests.remote.proxy import Delay
@@ -218,6 +222,7 @@ def test_reading_runs_ahead(served: Served, tmp_path: Path) -> None:
     assert span < 0.2 * len(reads) / 2, "one after the other"
 
 
+@pytest.mark.slow
 def test_a_deep_check_reads_everything_once(served: Served, tmp_path: Path) -> None:
     dcp_folder(served.folder / "ck", megabytes=100)
     ended = run(served, "validate", "s3://bucket/ck", "--deep", cwd=tmp_path)

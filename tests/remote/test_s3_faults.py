@@ -36,7 +36,8 @@ PASSING: list[Fault] = [
 ]  # fmt: skip
 LASTING: list[tuple[Fault, str]] = [
     (SLOW_DOWN, "503"), (Status(code=500), "500"), (Status(code=429), "too many requests"),
-    (Reset(), "cannot be reached"), (Drop(10), "cannot be reached"), (Status(code=403), "access is denied"), (Status(code=401), "credentials"),
+    (Reset(), "cannot be reached"), (Drop(10), "cannot be reached"), (Status(code=403), "access is denied"),
+    (Status(code=401), "credentials"),
 ]  # fmt: skip
 
 

@@ -106,7 +106,8 @@ class Mirror:
                 beside = attempt(lambda: _files_in(self._fs, at + parent[len(top) :]), url=self.url)
                 for remote, facts in _renamed(beside, at, top).items():
                     if remote not in found:
-                        self._add(remote, facts)
+                        with suppress(MalformedFile, PathOutside):  # odd names of others are no matter of ours
+                            self._add(remote, facts)
 
     def _add(self, remote: str, facts: Mapping[str, Any]) -> None:
         size = int(facts.get("size") or 0)

@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_ckpt.errors import CheckpointNotFound, DestinationExists, UsageError
 from fsdp_ckpt.layouts.manifest import MANIFEST
 from fsdp_ckpt.layouts.registry import list_checkpoints
+from fsdp_ckpt.store.remote.urls import is_url, redact
 from fsdp_ckpt.train.driver.options import AUTO, TrainOptions
 
 __all__ = ["OPTIONS_FILE", "keep_options", "options_before", "settle_options"]
@@ -30,10 +31,15 @@ def settle_options(folder: str | os.PathLike[str], given: Mapping[str, Any]) -> 
         given: Values by name; None says nothing.
 
     Raises:
-        UsageError: A value that is not allowed.
+        UsageError: A value that is not allowed; a URL.
         DestinationExists: The folder has checkpoints, and nothing says to resume.
         CheckpointNotFound: The checkpoint to resume from is not there.
     """
+    if is_url(os.fspath(folder)):
+        raise UsageError(
+            f"`{redact(os.fspath(folder))}` is a URL: this loop trains in a local folder",
+            hint="in a loop of your own: fsdp_ckpt.Checkpointer saves to a URL",
+        )
     path = Path(folder)
     if (path / MANIFEST).is_file():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Ranges that are read through the cache are those of the file, whatever their edges; how much is asked for at a time."""
+"""Ranges that are read through the cache are those of the file, whatever their edges; prefetching is bounded."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_ckpt.errors import UsageError
 from fsdp_ckpt.train.driver.options import TrainOptions
+from fsdp_ckpt.train.driver.start import settle_options
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,11 @@ def test_a_file_that_holds_no_options(tmp_path: Path, text: str) -> None:
 def test_options_and_log_do_not_import_torch() -> None:
     code = "import sys, fsdp_ckpt.train.driver.options, fsdp_ckpt.train.driver.events; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_run_is_trained_in_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none called ``s3:`` is made."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="`s3://bucket/run` is a URL"):
+        settle_options("s3://bucket/run", {})
+    assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,8 @@ from fsdp_ckpt.cli.app import app
 
 TARGET = Path(__file__).parent / "reference.md"
 COMMANDS = (
-    "inspect", "validate", "diff", "list", "merge", "convert", "reshard", "prune", "repair", "push", "pull", "train", "generate", "launch", "config",
-    "config init", "config show", "config check", "config to-fsdp2", "config to-deepspeed", "config from-deepspeed",
+    "inspect", "validate", "diff", "list", "merge", "convert", "reshard", "prune", "repair", "push",
+    "pull", "train", "generate", "launch", "config", "config init", "config show", "config check", "config to-fsdp2", "config to-deepspeed", "config from-deepspeed",
 )  # fmt: skip
 _OTHER_CODES = {
     0: "done",
@@ -42,8 +42,9 @@ def render() -> str:
     pages += [f"| {code} | {meaning} |" for code, meaning in sorted(codes.items())]
     pages.append(
         "\n## JSON\n\n`--json` prints one object to stdout. Its `schema` is `fsdp-ckpt/<command>/1`; sizes are exact"
-        "\nbytes. The other fields are those of `fsdp_ckpt.InspectReport`, `MergeReport`, `ConvertReport` (also of `reshard`),"
-        "\n`DiffReport`, `RepairReport`, `PushReport` and `PullReport`, whose docstrings describe them; of `validate`, `list` and `prune` those of `ValidateRun` in"
+        "\nbytes. The other fields are those of `fsdp_ckpt.InspectReport`, `MergeReport`, `ConvertReport` (also of"
+        "\n`reshard`), `DiffReport`, `RepairReport`, `PushReport` and `PullReport`, whose docstrings describe them; of"
+        "\n`validate`, `list` and `prune` those of `ValidateRun` in"
         "\n`fsdp_ckpt.ops.validate`, `ListReport` in `fsdp_ckpt.ops.list_run` and `PruneReport` in"
         "\n`fsdp_ckpt.ops.prune_run`. `config` commands print `config` (Accelerate's keys), `origins` and `notes`;"
         "\nconversions `changed` and `dropped`; `launch --dry-run` `command` and `environment`."

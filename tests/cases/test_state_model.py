@@ -138,7 +138,9 @@ def test_p52_the_saved_values_are_those_that_were_trained(played: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/step-1", "az://bucket/a//b", "ftp://ck"])
-def test_p53_schemes_that_cannot_be_had_are_refused_unchanged(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p53_schemes_that_cannot_be_had_are_refused_unchanged(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gcs-connector-for-pytorch#144, pytorch-lightning#19802: no folder called `gs:`, the URL as it was given."""
     monkeypatch.chdir(tmp_path)
     model = Mlp()

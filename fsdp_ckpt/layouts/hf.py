@@ -50,7 +50,9 @@ def read_safetensors(
     """
     files = sorted(names)
     gather = _Gather(folder)
-    for file in files:
+    for number, file in enumerate(files):
+        if number % _TOGETHER == 0:
+            folder.store.prefetch_heads([folder.prefix + name for name in files[number : number + _TOGETHER]])
         gather.add(file, _header(folder.store, folder.prefix + file, folder.files[file]))
     index_name = next((n for n in (INDEX, f"{name}.safetensors.index.json") if n in folder.files), None)
     problems = list(gather.problems)
@@ -100,6 +102,10 @@ def _is_one_of_several(folder: Folder, file: str) -> bool:
 
 def _header(store: LocalStore, file: str, size: int) -> Header:
     return read_header(store.reader(file), 0, size, where=file)
+
+
+_TOGETHER = 64
+"""Files whose heads are asked for together where they are remote."""
 
 
 @dataclass

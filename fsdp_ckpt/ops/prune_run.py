@@ -137,7 +137,10 @@ def prune_run(
     rule = Retention.of(keep, keep_every, keep_best)
     assert rule is not None
     if is_url(os.fspath(path)):
-        raise UsageError(f"`{redact(os.fspath(path))}` is remote: prune removes local folders only")
+        raise UsageError(
+            f"`{redact(os.fspath(path))}` is remote: prune removes local folders only",
+            hint="Checkpointer(keep=…) prunes where it saves, also in a bucket",
+        )
     run = read_run_deep(path, listener) if deep else read_run(path)
     latest = _newest_whole(run)
     if not dry_run and not os.access(run.path, os.W_OK):

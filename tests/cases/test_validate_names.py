@@ -60,10 +60,11 @@ def test_p11_names_that_begin_as_peft_has_them(name: str, tmp_path: Path) -> Non
     save_file({name: torch.ones(2, 6)}, tmp_path / "adapter_model.safetensors")
     code, (one,) = validate(tmp_path)
     assert (code, one["name"], one["where"]) == (0, "adapter-prefix", name)
-    typed = shlex.split(one["next"].replace("OUT", str(tmp_path / "out")))
+    out = tmp_path.with_name(f"{tmp_path.name}-out")
+    typed = shlex.split(one["next"].replace("OUT", str(out)))
     assert typed[0] == "fsdp-ckpt"
     assert run(*typed[1:]).returncode == 0
-    assert validate(tmp_path / "out") == (0, [])
+    assert validate(out) == (0, [])
 
 
 def test_p12_local_flat_parameters(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_folder_is_a_slip(folder: Path) -> None:
-    for place in (folder / "step-900", DCP, folder / "step-900" / MANIFEST, "s3://bucket/run"):
+    for place in (folder / "step-900", DCP, folder / "step-900" / MANIFEST, "xyz://bucket/run"):
         result = run("list", place)
         assert_refused(result, 2)
         assert result.hint

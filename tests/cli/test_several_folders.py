@@ -340,7 +340,7 @@ MISTAKES: dict[str, tuple[int, str, Callable[[Path, Path], list[Path]]]] = {
     "file": (2, "is a file: several sources are the folders", lambda a, b: [a, b / DATA.replace("0_0", "1_0")]),
     "levels": (2, "is one part of a checkpoint", lambda a, b: [a, b / "pytorch_model_fsdp_0"]),
     "levels-again": (2, "is one part of a checkpoint", lambda a, b: [a / "pytorch_model_fsdp_0", b]),
-    "scheme": (2, "scheme `s3`", lambda a, _: [a, Path("s3://bucket/ckpt")]),
+    "scheme": (2, "scheme `xyz`", lambda a, _: [a, Path("xyz://bucket/ckpt")]),
 }
 
 

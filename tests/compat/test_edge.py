@@ -166,7 +166,7 @@ def test_items_without_checksums_are_reported(tmp_path: Path) -> None:
     report, _ = merge_and_load(EDGE / "nocrc", tmp_path / "out")
     assert (report.unverified, report.verified_bytes) == (4, 0)
     result = run("merge", EDGE / "nocrc", tmp_path / "again")
-    assert "4 shards have no recorded checksum" in result.stdout
+    assert "4 shards without a recorded checksum, copied unchecked" in result.stdout
     other, _ = merge_and_load(EDGE / "align4k", tmp_path / "other")
     assert (other.unverified, other.verified_bytes) == (0, other.tensor_bytes)
 

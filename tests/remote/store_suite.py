@@ -152,6 +152,23 @@ class StoreSuite:
         dcp.load(found, checkpoint_id=tmp_path / "four", no_dist=True)
         assert_same(found, model())
 
+    def test_training_goes_on_from_it(self, place: Place, tmp_path: Path) -> None:
+        """One process; real ranks are in tests/dist."""
+
+        def job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+            net = torch.nn.Linear(4, 3)
+            return net, torch.optim.AdamW(net.parameters())
+
+        net, optimizer = job()
+        net(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        fsdp_ckpt.save_state(tmp_path / "ck", net, optimizer)
+        again, other = job()
+        fsdp_ckpt.load_state(place.put(tmp_path / "ck", "run/ck"), again, other)
+        assert_same(again.state_dict(), net.state_dict())
+        for mine, theirs in zip(net.parameters(), again.parameters(), strict=True):
+            assert_same(other.state[theirs], optimizer.state[mine])
+
     # ----------------------------------------------------------------------------------------------------- damage
 
     def test_a_damaged_byte_is_found(self, place: Place, tmp_path: Path) -> None:

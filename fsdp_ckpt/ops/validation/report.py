@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_ckpt.catalog import Problem, Severity
 from fsdp_ckpt.findings import KINDS
+from fsdp_ckpt.store.remote.urls import is_url
 
 if TYPE_CHECKING:
     from fsdp_ckpt.ops.validation.resume import ResumeAnswer
@@ -152,7 +153,8 @@ def as_findings(problems: Iterable[Problem], path: str) -> list[Finding]:
     """
     found: dict[tuple[str, str], Finding] = {}
     shown = shlex.quote(path if not path.startswith("-") else f"./{path}")
-    parent = shlex.quote(os.path.dirname(os.path.abspath(path)))
+    above = path.rstrip("/").rpartition("/")[0] if is_url(path) else os.path.dirname(os.path.abspath(path))
+    parent = shlex.quote(above)
     for problem in sorted(dict.fromkeys(problems), key=lambda problem: _ORDER.index(problem.severity)):
         kind = KINDS[problem.code]
         where = problem.where or "."

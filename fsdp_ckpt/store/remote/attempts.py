@@ -126,8 +126,8 @@ def explain(error: BaseException, url: str) -> Unreachable:
         return Unreachable(f"`{shown}`: {what}", hint=f"check the name; for a private one: {login}" if hub else login)
     if status == 403 or isinstance(error, PermissionError):
         return Unreachable(f"`{shown}`: access is denied{_said(error)}", hint=login)
-    if "ProfileNotFound" in name:
-        return Unreachable(f"`{shown}`: {redact(str(error))}", hint="check AWS_PROFILE")
+    if "ParamValidation" in name or "ProfileNotFound" in name:
+        return _explain_not_sent(error, shown)
     if status == 404 or "NotFound" in name:
         return Unreachable(
             f"`{shown}` does not exist", hint="check the name, and the revision" if hub else "check the name"
@@ -138,9 +138,17 @@ def explain(error: BaseException, url: str) -> Unreachable:
         return Unreachable(f"`{shown}`: too many requests in a short time", hint="wait some minutes, and try again")
     if status is not None:
         return Unreachable(f"`{shown}`: the server answers with error {status}{_said(error)}", hint="try again later")
-    said = f"{name}: {error}".splitlines()
-    detail = redact(" ".join(said[: 2 if said[0].endswith(":") else 1])[:300])
+    detail = redact(f"{name}: {error}".splitlines()[0][:300])
     return Unreachable(f"`{shown}` cannot be reached: {detail}", hint="check the network, and try again")
+
+
+def _explain_not_sent(error: BaseException, shown: str) -> Unreachable:
+    """Return what it means that the S3 library refuses to send anything."""
+    if "ProfileNotFound" in type(error).__name__:
+        return Unreachable(f"`{shown}`: {redact(str(error))}", hint="check AWS_PROFILE")
+    if "bucket name" in str(error):
+        return Unreachable(f"`{shown}`: that is no name of a bucket", hint="check the name")
+    return Unreachable(f"`{shown}` cannot be asked for: {redact(' '.join(str(error).split())[:300])}")
 
 
 def _said(error: BaseException) -> str:

@@ -24,7 +24,7 @@ _PAGE_BYTES = 32 << 10
 _MAX_PAGES = 256
 """8 MiB: heads and directories of archives, which are read again and again."""
 _WINDOW_BYTES = 2 << 20
-_MAX_WINDOWS = 16
+_MAX_WINDOWS = 12
 _AHEAD = 4
 """Windows that are asked for before they are wanted."""
 _LONG_BYTES = 256 << 10

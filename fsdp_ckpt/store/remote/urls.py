@@ -90,7 +90,13 @@ def open_file_system(url: str) -> tuple[Any, str]:
         ) from None
     options: dict[str, Any] = {}
     if scheme != "memory":
-        options = {"use_listings_cache": False, "skip_instance_cache": True}
+        # One client for all URLs of a store: each takes 14 MB and a thread. Of the hub's, the endpoint may change.
+        options = {"use_listings_cache": False, "skip_instance_cache": scheme == "hf"}
+    if scheme == "s3":
+        # `attempt` is what tries again: botocore below s3fs below it, each five times, would make minutes of it.
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
     fs = fsspec.filesystem("hf" if scheme == "hf" else scheme, **options)
+    if scheme == "s3":
+        fs.retries = 1
     path = fs._strip_protocol(url) if scheme != "hf" else url[len("hf://") :]
     return fs, str(path).strip("/")

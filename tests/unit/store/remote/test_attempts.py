@@ -190,6 +190,12 @@ def test_a_profile_that_is_missing_is_no_missing_object() -> None:
     assert found.hint == "check AWS_PROFILE"
 
 
+def test_what_is_no_name_of_a_bucket() -> None:
+    said = botocore.exceptions.ParamValidationError(report='Invalid bucket name "my bucket": must match the regex "^"')
+    found = explain(said, "s3://my bucket/x")
+    assert found.message == "`s3://my bucket/x`: that is no name of a bucket"
+
+
 def test_what_a_cause_says_counts() -> None:
     error = OSError(errno.EIO, "it")
     error.__cause__ = ConnectionResetError(errno.ECONNRESET, "reset")

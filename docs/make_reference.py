@@ -11,8 +11,9 @@ from fsdp_ckpt.cli.app import app
 
 TARGET = Path(__file__).parent / "reference.md"
 COMMANDS = (
-    "inspect", "validate", "diff", "list", "merge", "convert", "reshard", "prune", "repair", "push",
-    "pull", "train", "generate", "launch", "config", "config init", "config show", "config check", "config to-fsdp2", "config to-deepspeed", "config from-deepspeed",
+    "inspect", "validate", "diff", "list", "merge", "convert", "reshard", "prune", "repair", "push", "pull", "train",
+    "generate", "launch", "config", "config init", "config show", "config check", "config to-fsdp2",
+    "config to-deepspeed", "config from-deepspeed",
 )  # fmt: skip
 _OTHER_CODES = {
     0: "done",

@@ -225,7 +225,7 @@ class LocalStore:
         return self.reader(file)(0, size)
 
     def prefetch_heads(self, files: Sequence[str]) -> None:
-        """Ask for the beginnings of remote files at the same time, as all of them are read next; local ones are near."""
+        """Ask for the beginnings of remote files at the same time: all of them are read next; local ones are near."""
         if len(files) < 2 or mirror_of(self.root) is None:
             return
 

@@ -348,7 +348,7 @@ MISTAKES: dict[str, tuple[int, str, Callable[[Path, Path], list[Path]]]] = {
 def test_mistakes(name: str, nodes: tuple[Path, Path], tmp_path: Path) -> None:
     code, text, make = MISTAKES[name]
     (nodes[0].parent / "empty").mkdir()
-    sources = [str(path).replace("s3:/b", "s3://b") for path in make(*nodes)]
+    sources = [str(path).replace("xyz:/b", "xyz://b") for path in make(*nodes)]
     refused = run("merge", *sources, tmp_path / "out")
     assert_refused(refused, code)
     assert text in refused.err

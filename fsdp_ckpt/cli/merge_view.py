@@ -82,7 +82,8 @@ def _details(report: MergeReport) -> list[str]:
         lines.append(f"  checksums of {format_size(report.verified_bytes)} compared, all right")
     if report.side_files:
         lines.append(f"  with {', '.join(report.side_files[:8])}{', …' if len(report.side_files) > 8 else ''}")
-    if "tokenizer_config.json" in report.missing_side_files and report.side_files:
+    has_tokenizer = any(name.startswith("tokenizer") for name in report.side_files)
+    if "tokenizer_config.json" in report.missing_side_files and report.side_files and not has_tokenizer:
         lines.append("  no tokenizer files were found beside the checkpoint")
     if report.source_removed:
         sources = ", ".join([report.source, *report.other_sources])

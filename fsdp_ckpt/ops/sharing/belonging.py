@@ -21,6 +21,10 @@ _SMALL_BYTES = 4 << 20
 _JSON_BYTES = 64 << 20
 _DESCRIBING = re.compile(r"\.?[A-Za-z][\w.-]*\.json|README\.md|LICENSE[\w.-]*|NOTICE[\w.-]*", re.IGNORECASE)
 """Small files that frameworks and people put beside weights: indices, configurations, a licence."""
+_SECRET = re.compile(
+    r".*(secret|credential|passw|api_?key|private_?key|service[-_]?account|auth|token(?!i[sz])).*\.json", re.IGNORECASE
+)
+"""Names of files that may hold what opens somebody's account; no framework puts such a name beside weights."""
 _INNER = ("huggingface", ".hf_metadata")
 """Folders for such files, of verl and NeMo."""
 _WEIGHTS = re.compile(
@@ -125,12 +129,19 @@ def _beside(store: LocalStore, parts: Sequence[Part], taken: set[str]) -> Iterat
         for place in (folder, *(f"{folder}/{inner}".lstrip("/") for inner in _INNER)):
             for name in _names_in(store, place):
                 base = name.rpartition("/")[2]
-                if name in taken or name == MANIFEST or not (SIDE_FILES.fullmatch(base) or _DESCRIBING.fullmatch(base)):
+                if name in taken or name == MANIFEST or not _may_go(base):
                     continue
                 with suppress(CorruptCheckpoint):  # a link that leads out
                     size = store.size(name)
                     if size is not None and size <= (_JSON_BYTES if base.endswith(".json") else _SMALL_BYTES):
                         yield name
+
+
+def _may_go(base: str) -> bool:
+    """Tell whether a name is one that describes a checkpoint, rather than somebody's keys."""
+    if SIDE_FILES.fullmatch(base) is not None:
+        return True
+    return _DESCRIBING.fullmatch(base) is not None and _SECRET.fullmatch(base) is None
 
 
 def _names_in(store: LocalStore, folder: str) -> Iterable[str]:

@@ -54,6 +54,24 @@ def test_what_lies_beside_does_not(tmp_path: Path) -> None:
     assert "train.log" in found.left_out
 
 
+def test_keys_to_somebodys_account_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(FRAMEWORKS / "trainer/checkpoint-2", folder)
+    before = belonging(folder).files
+    secrets = (
+        "credentials.json", ".secrets.json", "service-account.json", "hf_token.json", "api_key.json", "auth.json",
+        "my_password.json", "private_key.json",
+    )  # fmt: skip
+    for name in secrets:
+        (folder / name).write_text("{}")
+    for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    found = belonging(folder)
+    assert set(found.files) - set(before) <= {"special_tokens_map.json", "added_tokens.json", "tokenizer.json"}
+    assert {"special_tokens_map.json", "added_tokens.json", "tokenizer.json"} <= set(found.files)
+    assert set(secrets) <= set(found.left_out)
+
+
 def test_parts_are_chosen_by_what_they_are_for_or_by_name() -> None:
     trainer = FRAMEWORKS / "trainer/checkpoint-2"
     model = {"config.json", "generation_config.json", "model.safetensors", "trainer_state.json"}

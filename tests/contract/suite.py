@@ -143,7 +143,7 @@ class LayoutSuite:
         assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
 
     def test_validate_finds_no_fault_in_a_whole_one(self, path: Path) -> None:
-        report = validate(path, level="headers")
+        report = validate(path, level="deep")
         assert [finding for finding in report.findings if finding.severity == "error"] == []
         assert report.ok
 

@@ -78,6 +78,7 @@ ABORTED_AT_EXIT = "terminate called without an active exception"
 """Now and then torch 2.13 dies of this when the interpreter of a gloo rank ends, also without any of our code."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_training_programs_run(number: int, tmp_path: Path) -> None:
     """On two ranks where they set up torch.distributed, else on one."""

@@ -25,6 +25,7 @@ def old(folder: Path, name: str = "old") -> Path:
 
 def test_much_is_removed_in_a_thread_which_nobody_disturbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, rmtree = threading.Event(), shutil.rmtree
+    before = set(threading.enumerate())
 
     def wait(*arguments: object, **options: object) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -47,9 +48,8 @@ def test_much_is_removed_in_a_thread_which_nobody_disturbs(tmp_path: Path, monke
     again.publish()
     assert gone.exists()
     go.set()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            thread.join(20)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
     assert names(tmp_path) == ["out"]
     assert content(tmp_path / "out") == {"new": "2"}
 

@@ -31,6 +31,7 @@ def _losses(folder: Path) -> dict[int, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_learns(tmp_path: Path) -> None:
     killed = _train(tmp_path, *SMALL, "--kill-at", "80")
     assert killed.code == 137, killed.err
@@ -86,6 +87,7 @@ def test_a_configuration_and_settings_are_followed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "train.json").read_text())["fsdp"]["sharding_strategy"] == "SHARD_GRAD_OP"
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_sharding_and_takes_a_new_learning_rate(tmp_path: Path) -> None:
     first = ("--steps", "4", "--save-every", "2", "--digits", "3", "--cpu", "-q")
     sharding = ("--set", "fsdp_version=1", "--set", "state_dict_type=FULL_STATE_DICT")
@@ -211,6 +213,7 @@ def test_a_folder_that_cannot_be_is_no_internal_error(tmp_path: Path) -> None:
         assert "cannot be written to" in refused.err
 
 
+@pytest.mark.slow
 def test_flat_parameters_are_resumed_on_as_many_ranks(tmp_path: Path) -> None:
     local = ("--set", "fsdp_version=1", "--set", "state_dict_type=LOCAL_STATE_DICT", "--steps", "2", "--cpu", "-q")
     assert _train(tmp_path, *local, "--digits", "3").code == 0
@@ -226,6 +229,7 @@ def test_what_only_ranks_can_tell_comes_through_as_one_message(tmp_path: Path) -
     assert refused.err.count("has vocab_size 3; allowed for this task: 16 or more") == 1
 
 
+@pytest.mark.slow
 def test_generate_says_what_is_missing(tmp_path: Path) -> None:
     assert_refused(run("generate", "nothing", "3141", cwd=tmp_path), 3)
     assert_refused(run("generate", "nothing", cwd=tmp_path), 2)

@@ -22,6 +22,7 @@ Located = tuple[LocalStore, Chunk]
 """A RAW chunk and the store that its file is in."""
 
 _OVERHEAD_BYTES = 1 << 20
+_MAX_KNOWN = 4096
 
 
 class Sources:
@@ -39,6 +40,7 @@ class Sources:
         self._spill_parent = spill
         self._spill: LocalStore | None = None
         self._lock = threading.Lock()
+        self._known: dict[tuple[str, int], tuple[Chunk, Chunk]] = {}
         self._expanded: dict[tuple[str, int], Chunk] = {}
         self._expanding: dict[tuple[str, int], threading.Lock] = {}
 
@@ -64,10 +66,22 @@ class Sources:
             case Encoding.RAW:
                 return self.store, chunk
             case Encoding.TORCH_ZIP:
-                where = f"{chunk.file} (`{tensor.key}`)"
-                return self.store, resolve_item(chunk, tensor.dtype, self.store.reader(chunk.file), where=where)
+                return self.store, self._resolved(tensor, chunk)
             case Encoding.ZSTD_TORCH_ZIP:
                 return self._expand(tensor, chunk)
+
+    def _resolved(self, tensor: TensorEntry, chunk: Chunk) -> Chunk:
+        """Find an item's elements; of one that is cut, each piece asks."""
+        place = chunk.file, chunk.start
+        known = self._known.get(place)
+        if known is not None and known[0] is chunk:
+            return known[1]
+        where = f"{chunk.file} (`{tensor.key}`)"
+        found = resolve_item(chunk, tensor.dtype, self.store.reader(chunk.file), where=where)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[place] = chunk, found
+        return found
 
     def _expand(self, tensor: TensorEntry, chunk: Chunk) -> Located:
         place = chunk.file, chunk.start

@@ -115,6 +115,8 @@ def _checked(checked: Checked) -> str:
             text += f", {format_size(checked.unverified_bytes)} have none"
     else:
         text += "; not the bytes (--deep)"
+    if checked.fetched_bytes is not None:
+        text += f"; fetched {format_size(checked.fetched_bytes)} in {counted(checked.requests or 0, 'request')}"
     return text
 
 

@@ -26,6 +26,7 @@ from fsdp_ckpt.ops.validation.wording import counted, few, finding
 from fsdp_ckpt.run.progress import Listener, Meter
 from fsdp_ckpt.run.sources import Sources
 from fsdp_ckpt.store.local import Folder, LocalStore
+from fsdp_ckpt.store.remote.mirrors import traffic_of
 from fsdp_ckpt.store.remote.places import speaks_urls
 from fsdp_ckpt.units import format_size
 
@@ -265,6 +266,7 @@ class _Validation:
     def checked(self) -> Checked:
         """Return what was looked at."""
         parts = self.checkpoint.parts
+        traffic = traffic_of(self.checkpoint.roots)
         return Checked(
             level=self.level.value,
             num_files=len({file for part in parts for file in part.files}),
@@ -273,4 +275,6 @@ class _Validation:
             num_bytes=sum(part.num_bytes for part in parts),
             verified_bytes=self.deep.verified_bytes,
             unverified_bytes=sum(self.deep.unverified.values()),
+            fetched_bytes=None if traffic is None else traffic.num_bytes,
+            requests=None if traffic is None else traffic.requests,
         )

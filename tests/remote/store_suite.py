@@ -86,6 +86,12 @@ class StoreSuite:
         assert metadata <= report.fetched_bytes <= metadata + (64 << 10)
         assert report.requests
         assert fsdp_ckpt.inspect(tmp_path / "ck").fetched_bytes is None
+        size = sum(file.stat().st_size for file in (tmp_path / "ck").iterdir())
+        checked = fsdp_ckpt.validate(report.path, level="deep").checked
+        assert checked.fetched_bytes is not None
+        assert checked.fetched_bytes >= size - (64 << 10), "every byte was looked at"
+        assert checked.requests
+        assert fsdp_ckpt.validate(tmp_path / "ck").checked.fetched_bytes is None
 
     def test_a_run_is_listed(self, place: Place, tmp_path: Path) -> None:
         for step in (5, 10, 100):

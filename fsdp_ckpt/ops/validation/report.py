@@ -77,6 +77,8 @@ class Checked:
         num_bytes: Bytes of all tensors.
         verified_bytes: Bytes whose checksum was compared.
         unverified_bytes: Bytes, of those that were to be compared, for which none was recorded.
+        fetched_bytes: Bytes that were fetched of a remote checkpoint; None for a local one.
+        requests: In how many requests.
     """
 
     level: str
@@ -86,6 +88,8 @@ class Checked:
     num_bytes: int = 0
     verified_bytes: int = 0
     unverified_bytes: int = 0
+    fetched_bytes: int | None = None
+    requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

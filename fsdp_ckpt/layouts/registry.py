@@ -24,7 +24,6 @@ from fsdp_ckpt.errors import (
 )
 from fsdp_ckpt.layouts.composite import SIDE_FILES, looks_composite, read_composite, step_of
 from fsdp_ckpt.layouts.dcp import looks_like_dcp, read_dcp
-from fsdp_ckpt.layouts.deepspeed import read_deepspeed
 from fsdp_ckpt.layouts.deepspeed_files import find_deepspeed, looks_like_deepspeed
 from fsdp_ckpt.layouts.faults import tolerate, unreadable_part
 from fsdp_ckpt.layouts.frameworks import framework_of, lost_rank_shards, read_beside
@@ -256,6 +255,8 @@ def _dcp_checkpoint(folder: Folder, *, tolerant: bool) -> Checkpoint:
 
 def _deepspeed_checkpoint(folder: Folder, tagged: Folder, text: str, *, tolerant: bool) -> Checkpoint:
     """Read a DeepSpeed save, and what the Trainer or Accelerate put beside its folder."""
+    from fsdp_ckpt.layouts.deepspeed import read_deepspeed  # six modules that no other layout needs
+
     if tagged.prefix == folder.prefix:
         return read_deepspeed(folder, tolerant=tolerant)
     beside = read_composite(folder, tolerant=tolerant)

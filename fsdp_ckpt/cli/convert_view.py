@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from fsdp_ckpt.cli import out
+from fsdp_ckpt.cli.merge_view import closing_lines
 from fsdp_ckpt.names import printable
 from fsdp_ckpt.ops.conversion.report import ConvertReport, WrittenPart
 from fsdp_ckpt.ops.share import Share
@@ -57,12 +57,7 @@ def _lines(report: ConvertReport, command: str) -> list[str]:
     lines += _part_lines(report.parts)
     lines += _file_lines(report)
     lines += _details(report)
-    if report.dry_run:
-        free = "unknown" if report.free_bytes is None else format_size(report.free_bytes)
-        lines.append(f"  free at the destination {free}, memory about {format_size(report.peak_memory_bytes)}")
-    elif not report.pending:
-        lines.append(f"next: fsdp-ckpt inspect {shlex.quote(report.destination)}")
-    return lines
+    return [*lines, *closing_lines(report)]
 
 
 def _part_lines(parts: Sequence[WrittenPart]) -> list[str]:

@@ -6,10 +6,11 @@ import shlex
 
 from fsdp_ckpt.cli import out
 from fsdp_ckpt.names import printable
+from fsdp_ckpt.ops.conversion.report import ConvertReport
 from fsdp_ckpt.ops.merge import MergeReport
 from fsdp_ckpt.units import counted, format_count, format_duration, format_rate, format_size
 
-__all__ = ["show_merge"]
+__all__ = ["closing_lines", "show_merge"]
 
 
 def show_merge(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
@@ -50,12 +51,15 @@ def _lines(report: MergeReport) -> list[str]:
         if len(names) > 6 and name == names[2][0]:
             lines.append(f"  … {len(names) - 5} more")
     lines += _details(report)
+    return [*lines, *closing_lines(report)]
+
+
+def closing_lines(report: MergeReport | ConvertReport) -> list[str]:
+    """Return what room there is, or what to type next; nothing where other processes have still to write."""
     if report.dry_run:
         free = "unknown" if report.free_bytes is None else format_size(report.free_bytes)
-        lines.append(f"  free at the destination {free}, memory about {format_size(report.peak_memory_bytes)}")
-    elif not report.pending:
-        lines.append(f"next: fsdp-ckpt inspect {shlex.quote(report.destination)}")
-    return lines
+        return [f"  free at the destination {free}, memory about {format_size(report.peak_memory_bytes)}"]
+    return [] if report.pending else [f"next: fsdp-ckpt inspect {shlex.quote(report.destination)}"]
 
 
 def _details(report: MergeReport) -> list[str]:
